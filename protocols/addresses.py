@@ -1,4 +1,4 @@
-"""The text of addresses: tcp://HOST:PORT, the Unix socket beside it here, shards behind one port, nodes, stores.
+"""The text of addresses: tcp://HOST:PORT, its Unix socket, shards behind one port, nodes, mailboxes, stores.
 
 - In a run with keys, peers send each other tcp://HOST:PORT/KEY: the public key of the process there, in 64 hex digits.
 - A node that is met through a relay has socks5://HOST:PORT/node-...@NEAR, and the key behind that: the relay's place,
@@ -19,6 +19,22 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost")  # not all of loopback: a test proxy li
 ANY_HOSTS = (ANY_HOST, "*", "[::]")  # hosts that bind to every address of a machine
 
 STORES = {"s3": "s3fs", "gs": "gcsfs"}  # by scheme of an object store: the package that fsspec needs for it
+
+
+def is_mailbox(address: str) -> bool:
+    """True if an address names a mailbox: objects in a bucket or in a shared folder."""
+    return address.startswith(MAILBOXES)
+
+
+def parse_mailbox(flag: str, address: str) -> str:
+    """Return the address of a mailbox without a slash at its end.
+
+    Raises:
+        UsageError: one sentence that names the flag.
+    """
+    if not MAILBOX.fullmatch(address):
+        raise UsageError(f"{flag} {address}: write it as s3://BUCKET/RUN, gs://BUCKET/RUN or file:///SHARED/FOLDER")
+    return address.rstrip("/")
 
 
 def is_loopback(host: str) -> bool:
@@ -54,17 +70,25 @@ def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str,
 
 
 def parse_addresses(flag: str, addresses: str) -> list[str]:
-    """Return the addresses of a server and its standbys, which are separated by commas.
+    """Return the addresses of a server and its standbys, which are separated by commas; or the address of its mailbox.
 
     Raises:
         UsageError: one sentence that names the flag.
     """
+    if is_mailbox(addresses):
+        return [parse_mailbox(flag, addresses)]
     for address in (parted := addresses.split(",")):
         parse_address(flag, address)
     return parted
 
 
 HOST = re.compile(r"\*|[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
+KEYLESS = (
+    "what lies in a mailbox is sealed, so that the owner of the store reads nothing: give the file that ps-serve keys add made "
+    "with --key"
+)
+MAILBOXES = ("s3://", "gs://", "file://")
+MAILBOX = re.compile(r"(?:(?:s3|gs)://[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9._=+-]+)+|file://(?:/[^/,\x00]+){2,})/?")
 NODE_HEX = 32  # hex digits of a node's name
 NODE = re.compile(rf"node-[0-9a-f]{{{NODE_HEX}}}")
 BEHIND = re.compile(rf"socks5://([^/]*:[0-9]+)/(?:(shard-[0-9]+)|({NODE.pattern})@([^/]*:[0-9]+))")
@@ -112,8 +136,10 @@ def shard_name(shard: int) -> str:
 def behind(address: str, shard: int) -> str:
     """Return the address of a shard behind the one port of its server, tcp://host:port.
 
-    A connection that names no shard goes to shard 0.
+    A connection that names no shard goes to shard 0. The same holds in a mailbox, whose shards have a box each.
     """
+    if is_mailbox(address):
+        return f"{address}/{shard_name(shard)}" if shard else address
     return f"socks5://{address.removeprefix('tcp://')}/{shard_name(shard)}" if shard else address
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from narrows import worker
 from narrows.ps.command import cli as serve_cli
-from narrows.ps.command import plot, probe, top
-from narrows.ps.command.planning import plan
+from narrows.ps.command import plot, top
+from narrows.ps.command.planning import plan, probe
 from narrows.worker import DistributedOptimizer
 from narrows.worker.command import cli as worker_cli
 

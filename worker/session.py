@@ -63,7 +63,7 @@ from narrows.worker.runtime.config import WorkerConfig, told
 from narrows.worker.runtime.launcher_pipe import say as _say
 from narrows.worker.runtime.launcher_pipe import tell as _tell
 from narrows.worker.runtime.logger_forwarding import LoggerForwarding
-from narrows.worker.runtime.member_link import MemberLink, let_in, tell_left
+from narrows.worker.runtime.member_link import MemberLink, let_in, tell_left, tell_store
 from narrows.worker.runtime.signals import goes_on, leave_when_told, told_to_end
 from narrows.worker.sync.engine import Engine
 from narrows.worker.sync.metrics import WorkerMetrics
@@ -330,10 +330,9 @@ class RunSession(LoaderFacts):
                 if engine is not None:
                     self.figures.end()
                 up, down = self.link.bytes_up, self.link.bytes_down
-                edges = [
-                    all_ - max(0, by - at) for all_, by, at in zip((up, down), self._bytes, self._begun, strict=True)
-                ]
+                edges = [n - max(0, by - at) for n, by, at in zip((up, down), self._bytes, self._begun, strict=True)]
                 _tell("bytes", up=up, down=down, edges=edges, dropped=self.link.drops.counts, ways=[*self.link.ways])
+                tell_store(self.link, self.rank)
         finally:
             self.keep()
             self.link.close()

@@ -81,7 +81,7 @@ def probe(network: Sequence[Access], seconds: float, machines: Sequence[int] = (
             link.set(*each.ways)
         counts = machines or [1] * len(network)
         first, *others = [host for host, count in zip(star.hosts, counts, strict=False) for _ in range(count)]
-        command = [sys.executable, "-m", "narrows.ps.command.probe", "--insecure"]
+        command = [sys.executable, "-m", "narrows.ps.command.planning.probe", "--insecure"]
         said, out = Path(folder) / "said", Path(folder) / "network.json"
         flags = ["--bind", f"tcp://{first.address}:{PORT}", "--machines", str(sum(counts)), "--name", "host-0"]
         flags += ["--out", str(out), "--seconds", str(seconds)]

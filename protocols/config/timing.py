@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrows.protocols.config.retry import RETRY_FACTOR_MAX, SLOW_LINK_BYTES_PER_SECOND, Retry, transfer_ns
 from narrows.protocols.effects import NS
@@ -64,6 +64,11 @@ SILENT_BEATS = 2  # heartbeat intervals without a message of the server, after w
 SHOWN_NS = NS  # age of the figures that the user sees, if summaries are small: each heartbeat carries a summary
 SUMMARY_BYTES_PER_SECOND = 13_000  # of summaries, as far as the lease allows: those of 80 members below a cluster
 
+# Mailboxes, where a message takes seconds and costs a request.
+
+MAILBOX_LEASE_S = 60.0  # --lease through a mailbox, if the user gives none: four heartbeats in it
+MAILBOX_ROUND_TRIPS = 2  # wait before a repeat, in round trips of the mailbox
+
 # Checkpoints.
 
 CHECKPOINT_COST_TIMES = 50  # interval of checkpoints, in times that one takes to write: 2 % of the run
@@ -89,16 +94,28 @@ class Timing:
         request: when a member repeats a request to a shard, and a shard a message to a child.
         lost_ns: silence of the server after which it counts as lost.
         connect_ns: time without a first answer after which the server counts as unreachable.
+        shown_ns: the longest interval of heartbeats, so that the figures that the user sees are not older.
     """
 
     join: Retry = JOIN_RETRY
     request: Retry = REQUEST_RETRY
     lost_ns: int = 30 * NS
     connect_ns: int = 30 * NS
+    shown_ns: int = SHOWN_NS
+
+    def through_mailbox(self, round_trip_s: float) -> Timing:
+        """Return the limits of a member that meets its server in a mailbox. `round_trip_s`: as the mailbox has measured it.
+
+        There a heartbeat costs two requests, so that the lease alone sets their interval.
+        """
+        least_ns = int(MAILBOX_ROUND_TRIPS * round_trip_s * NS)
+        join = replace(self.join, first_ns=max(self.join.first_ns, least_ns))
+        request = replace(self.request, first_ns=max(self.request.first_ns, least_ns))
+        return replace(self, join=join, request=request, shown_ns=self.lost_ns)
 
     def beat_ns(self, lease: float, size: int = 0) -> int:
         """Return the interval of heartbeats. `lease`: in seconds; `size`: bytes of the newest summary."""
-        return min(self.lease_ns(lease) // BEATS, max(SHOWN_NS, transfer_ns(size, SUMMARY_BYTES_PER_SECOND)))
+        return min(self.lease_ns(lease) // BEATS, max(self.shown_ns, transfer_ns(size, SUMMARY_BYTES_PER_SECOND)))
 
     def silent_ns(self, lease: float) -> int:
         """Return the silence of the server after which sent messages may have been lost. `lease`: in seconds."""

@@ -26,7 +26,7 @@ NAME_MAX = 255  # characters of a host, or of a summary of settings
 MEASURE_MAX = float(CLOCK_MAX)  # of a float figure: the sum over all members of a run stays finite
 LOSS_MAX = 1e300  # the greatest magnitude of a loss: a mean of losses stays finite
 # How large messages go between a member and a shard; "": not known.
-UNKNOWN, TCP, UNIX_SOCKET, SHARED_MEMORY = WAYS = ("", "TCP", "Unix socket", "shared memory")
+UNKNOWN, TCP, UNIX_SOCKET, SHARED_MEMORY, MAILBOX = WAYS = ("", "TCP", "Unix socket", "shared memory", "mailbox")
 STALE = (0, 1, 2, 4, 8, 16, 64)  # upper ends of the staleness buckets, in clocks; one more bucket has all beyond 64
 
 

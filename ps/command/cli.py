@@ -28,11 +28,13 @@ from narrows.ps.command.serve import checked, serve
 @click.option("--relay-at", default="", metavar="ADDR", help="workers of ps-worker --relay meet at the ps-serve relay at ADDR; "
               "without, at the port of --one-port")  # fmt: skip
 @click.option("--relay-key", default="", metavar="FILE", help="a copy of the file that ps-serve relay --key made")
+@click.option("--via", default="", metavar="ADDR", help="meet the members in a mailbox, by objects in s3://BUCKET/RUN, "
+              "gs://BUCKET/RUN or file:///SHARED/FOLDER, and listen to nobody; needs --keys and --sync local")  # fmt: skip
 @run_flags
 @click.option(
     "--parent",
     default="",
-    help="address of the parent's ps-serve: this cluster is one worker of it; it pushes updates, or mixes "
+    help="address of the parent's ps-serve, or its mailbox: this cluster is one worker of it; it pushes updates, or mixes "
     "if the parent runs gossip",
 )
 @click.option("--parent-timeout", type=click.FloatRange(0.1), default=30.0, show_default=True,

@@ -13,7 +13,7 @@ from narrows.ps.dashboard.event_texts import sentence
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
-FIGURES = ("worker", "summary", "waits", "handed over", "ended", "trace", "relay")
+FIGURES = ("worker", "summary", "waits", "handed over", "ended", "trace", "relay", "mailbox")
 NOTED = (
     "void",
     "long",

@@ -27,17 +27,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrows.protocols.addresses import ANY_HOSTS, is_loopback, is_stored, parse_address
+from narrows.protocols.addresses import ANY_HOSTS, is_loopback, is_mailbox, is_stored, parse_address
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.run_name import check_run_name, other_run
 from narrows.protocols.config.settings import Robust, Settings
+from narrows.protocols.config.timing import MAILBOX_LEASE_S
 from narrows.protocols.errors import IncompatibleError, StageLostError, UsageError
 from narrows.protocols.runtime.cli.flags import given
 from narrows.protocols.runtime.network.hosts import unknown
 from narrows.ps.command.console import EMBEDDED, OUT, say, tell
+from narrows.ps.command.mailbox import BIND, ServedMailbox, few_round_trips, mailboxes_checked
 from narrows.ps.command.one_port import OnePort
 from narrows.ps.command.relay import place
-from narrows.ps.command.shard_supervisor import ShardSupervisor
+from narrows.ps.command.shard_supervisor import LOOPBACK, ShardSupervisor
 from narrows.ps.dashboard.run_registry import RunFacts
 
 # The environment variable with the digest of the plan.json: ps-serve --plan sets it for the servers that it starts.
@@ -87,7 +89,8 @@ def checked(
             f"--replicas {replicas}: under --sync gossip the workers hold the model, and go on without the server; leave it out"
         )
     if parent:
-        parse_address("--parent", parent)
+        if not is_mailbox(parent):
+            parse_address("--parent", parent)
         if settings.start_steps > 0:
             raise UsageError(
                 f"--start-steps {settings.start_steps}: the first steps of a cluster may be late ones of its parent's run; "
@@ -122,6 +125,7 @@ def secrets_checked(keys: str, parent: str, parent_key: str) -> None:
 def serve(
     bind: str,
     one_port: bool,
+    via: str,
     relay_at: str,
     relay_key: str,
     parent: str,
@@ -147,8 +151,12 @@ def serve(
     **flags: Any,
 ) -> int:
     digest = int(os.environ.get(PLAN_DIGEST, "0"))
+    if via or is_mailbox(parent):
+        apart = {"--one-port": one_port and via, "--replicas": replicas, "--standby": standby, "--join": join}
+        via, parent = mailboxes_checked(via, parent, bind, keys, parent_key, apart)
+        bind = f"tcp://{LOOPBACK}:0" if via and bind == BIND else bind
     for flag, there in (("--parent", parent), ("--standby", standby), ("--join", join)):
-        if there and (why := unknown(parse_address(flag, there)[0])):
+        if there and not is_mailbox(there) and (why := unknown(parse_address(flag, there)[0])):
             say(f"{flag} {there}: {why}; waiting for it ...", error=True)
     if join:
         trusted("--join", join, keys, insecure, bind, "this machine")
@@ -175,7 +183,8 @@ def serve(
         raise UsageError(f"--trace {trace}: the events go to the record; give --record FILE too")
     more = parent or resume or replicas or steps or fresh_run
     original = original_of(standby, keys, parent_key, insecure, bind, given(flags), more) if standby else {}
-    settings = original["settings"] if standby else given(flags) | {"plan_digest": digest}
+    asked = ({"lease": MAILBOX_LEASE_S} if via else {}) | given(flags)
+    settings = original["settings"] if standby else asked | {"plan_digest": digest}
     cluster = ShardSupervisor(Settings(**settings).validated(), journal, ready_file)
     cluster.hash_seed = original.get("hash_seed", cluster.hash_seed)
     cluster.prepare()
@@ -184,9 +193,11 @@ def serve(
     from narrows.protocols.runtime.storage.object_store import FileStore
     from narrows.ps.checkpoints import checkpoint_files, store_checkpoints  # NumPy, as the fork server imports its own
 
-    folder, scratch, held = "", None, None
+    folder, scratch, held, served = "", None, None, None
     store = FileStore(checkpoint_dir) if is_stored(checkpoint_dir) else None
     try:
+        if via:
+            few_round_trips(cluster.settings)
         cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), replicas, one_port)
         secrets_checked(keys, parent or original.get("parent", ""), parent_key)
         cluster.run_id = run_id
@@ -217,11 +228,14 @@ def serve(
             say(f"{every}: without --checkpoint-dir checkpoints serve shards that die, and are removed at the end")
         if record:
             cluster.run_watch.open_record(record, say)
-        asked = (cluster.host, cluster.port) if one_port else None
+        page = (cluster.host, cluster.port) if one_port else None
         if one_port:
             cluster.behind(OnePort(cluster.host, cluster.port, "" if relay else relay_secret))
         front = cluster.reached_at if one_port else None
-        cluster.run_watch.open_sites(dashboard, metrics, bool(keys or insecure), asked, front)
+        cluster.run_watch.open_sites(dashboard, metrics, bool(keys or insecure), page, front)
+        if via or is_mailbox(parent):
+            served = ServedMailbox(via, parent, keys)
+            cluster.config = replace(cluster.config, via=via, claim=served.claim, round_trip=served.round_trip_s)
         cluster.config = replace(
             cluster.config,
             first_epoch=time.time_ns() // 1_000_000 << 10,  # greater than the epochs of earlier processes of this run
@@ -261,6 +275,8 @@ def serve(
         return 128 + cluster.signals[0] if cluster.signals and not EMBEDDED else 0
     finally:
         cluster.kill()
+        if served is not None:
+            served.close()
         if scratch:
             scratch.close()
         if held is not None:
@@ -397,7 +413,7 @@ def trusted(flag: str, address: str, keys: str, insecure: bool, bind: str, name:
 def announce(cluster: ShardSupervisor) -> None:
     """Print the address at which workers can join."""
     host, port = cluster.reached_at
-    address = f"tcp://{socket.gethostname() if host in ANY_HOSTS else host}:{port}"
+    address = cluster.config.via or f"tcp://{socket.gethostname() if host in ANY_HOSTS else host}:{port}"
     cluster.serve_at(address)
     settings = cluster.settings.flagged()
     names = ["compress", "workers", "shards", "local_steps", "local_seconds", "fragments"]

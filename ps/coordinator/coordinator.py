@@ -79,6 +79,7 @@ class Coordinator:
         away: host of each shard that is on another machine, by shard.
         coded: cost of each SPEC, for replanning.
         here: memory of the host of this process, for replanning.
+        connected: as in `Members`.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Coordinator:
         away: Mapping[int, str] | None = None,
         coded: Mapping[str, CodecCost] | None = None,
         here: HostMemory = UNKNOWN,
+        connected: bool = True,
     ) -> None:
         self.stop_ns = -1  # gossip: when the user stopped the server; -1 unless workers are handing over their models
         self.version, self.lines = 1, {0: ShardLine(b"")}  # of the newest ledger; by shard, 0 is in this process
@@ -101,7 +103,7 @@ class Coordinator:
         self.parent_place = above = ParentPlace(run, clocks, child)
         self.checkpoint_schedule = CheckpointSchedule(run, clocks, above)
         self.ranges = SampleLeases(run, clocks, self.checkpoint_schedule, above)
-        self.members = Members(run, clocks, above, self.gossip_directory, keys_max)
+        self.members = Members(run, clocks, above, self.gossip_directory, keys_max, connected)
         self.resharding = resharding = Resharding(
             run, clocks, above, self.checkpoint_schedule, self.members, away or {}
         )

@@ -56,11 +56,24 @@ WAITING = "all workers of this cluster have done their last step: join another c
 
 
 class Members(Decision):
-    """Decides who is a member. `keys_max`: the largest number of model parameters that the shards have memory for."""
+    """Decides who is a member.
+
+    Args:
+        run, clocks, above, gossip_directory: of the coordinator.
+        keys_max: the largest number of model parameters that the shards have memory for.
+        connected: members come over connections, which `probes` tests; False: through a mailbox.
+    """
 
     def __init__(
-        self, run: Run, clocks: Clocks, above: ParentPlace, gossip_directory: GossipDirectory, keys_max: int
+        self,
+        run: Run,
+        clocks: Clocks,
+        above: ParentPlace,
+        gossip_directory: GossipDirectory,
+        keys_max: int,
+        connected: bool = True,
     ) -> None:
+        self.connected = connected
         self.run, self.clocks, self.above, self.gossip_directory, self.keys_max = (
             run,
             clocks,
@@ -250,7 +263,7 @@ class Members(Decision):
     def probes(self, now_ns: int) -> list[Send]:
         """Return a small message to each silent member: the runner reports a name that has no connection."""
         effects = []
-        for seat in self.run.declared:
+        for seat in self.run.declared if self.connected else ():
             if now_ns - max(seat.seen_ns, seat.asked_ns) >= MEMBER_PROBE_NS:
                 seat.probed(now_ns)
                 effects.append(Send(seat.peer, m.HeartbeatAck(seat.worker, seat.epoch, 0, now_ns, now_ns)))

@@ -14,6 +14,7 @@ SHOWN = {
     "late": "{age} rounds closed without worker {worker} before clock {clock}",
     "compress": "worker {worker} codes with {to}, not {from}, from clock {clock} on: {reason}",
     "skipped": "steps that rank {rank} ({host}) has skipped by clock {clock}, for a gradient that was not finite: {steps:,}",
+    "mailbox": "shard {shard} asked {address}: {puts:,} PUT, {gets:,} GET, {lists:,} LIST, {deletes:,} DELETE",
     "privacy": "worker {worker} has spent epsilon {epsilon:.4g} at delta {delta:g}",
 }
 OF_WORKERS = {  # for a record of ps-worker, which has local ranks in place of worker ids
@@ -21,6 +22,7 @@ OF_WORKERS = {  # for a record of ps-worker, which has local ranks in place of w
     "done": "the run is over",
     "late": "{age} rounds closed without local rank {local_rank} before clock {clock}",
     "compress": "local rank {local_rank} codes with {to}, not {from}, from clock {clock} on: {reason}",
+    "mailbox": "local rank {local_rank} asked {address}: {puts:,} PUT, {gets:,} GET, {lists:,} LIST, {deletes:,} DELETE",
     "privacy": "local rank {local_rank} has spent epsilon {epsilon:.4g} at delta {delta:g}",
 }
 

@@ -62,8 +62,9 @@ SILENT = (
     "waits",
     "trace",
 )  # events that are figures: no text
+COUNTED = ("checkpoint", "mailbox")  # the newest of each says all
 REPEATED = (
-    "checkpoint",
+    *COUNTED,
     "compress",
     "void",
     "long",
@@ -138,7 +139,7 @@ class RunHistory:
             self.finished = True
         self.died += name in DIED
         if name not in SILENT and (text := event.get("text") or sentence(name, event)):
-            member = event.get("worker", event.get("local_rank", -1))
+            member = event.get("worker", event.get("local_rank", event.get("shard", -1) if name == "mailbox" else -1))
             self._add(name, str(text), -1 if name == "checkpoint" else member)
 
     def _add(self, name: str, text: str, member: Any = -1) -> None:
@@ -152,7 +153,7 @@ class RunHistory:
             if before in self.events:
                 self.events.remove(before)
             times += 1
-        entry = [self.seconds, name, text if times < 2 or name == "checkpoint" else f"{text} ({times} times)"]
+        entry = [self.seconds, name, text if times < 2 or name in COUNTED else f"{text} ({times} times)"]
         if times:
             self.repeated[name, member] = entry, times
             if len(self.repeated) > EVENTS:

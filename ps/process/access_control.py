@@ -103,9 +103,14 @@ class AccessControl:
         if address in self.ours:
             return self.secret
         if self._is_above(address):
-            return hashlib.sha256(self.secret).digest()[: m.NAME_BYTES]
+            return self.name_above
         others = self.machine.others.values() if self.machine is not None else ()
         return next((other.name for other in others if other.address == address), b"")
+
+    @property
+    def name_above(self) -> bytes:
+        """The name of all shards of this server, and of its standby, at the shards of the parent."""
+        return hashlib.sha256(self.secret).digest()[: m.NAME_BYTES]
 
     def _keys_at(self, address: str) -> tuple[KeyPair, str] | None:
         if self._is_above(address):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from narrows.protocols import messages as m
+from narrows.protocols.addresses import is_mailbox
 from narrows.protocols.effects import Send
 from narrows.ps.checkpoints.remote_archive import RemoteArchive
 from narrows.ps.process.config import ServerConfig
@@ -50,6 +51,8 @@ class BootstrapServer:
             return "name the address of its shard 0, as ps-serve printed it there"
         if self.config.replicas:
             return "a server with a standby keeps its shards: its standby has a process for each"
+        if self.config.via or is_mailbox(self.config.parent):
+            return "it meets others in a mailbox, which the shards of this machine alone dial"
         if self.config.folder is None:
             return "it has no folder for checkpoints, by which keys move"
         return server.coordinator.resharding.never

@@ -37,6 +37,9 @@ class ServerConfig:
         settings: the settings of the run.
         bind: tcp://host:port; port 0 or * takes any.
         one_port: the address of the one port before all shards (--one-port), tcp://host:port; "": each has its own.
+        via: the address of the mailbox in which members meet this server (--via), "" for none.
+        claim: the epoch of this server in that mailbox.
+        round_trip: seconds of a round trip through the slowest mailbox of this process, 0.0 without one.
         coordinator: the address of process 0, "" in process 0.
         first_epoch: the epochs of this process begin here, if no checkpoint has a later one.
         checkpoint_dir: the folder of checkpoints, "" for none.
@@ -95,6 +98,9 @@ class ServerConfig:
     store: str = ""
     relay: str = ""
     relay_secret: str = ""
+    via: str = ""
+    claim: str = ""
+    round_trip: float = 0.0
     journal: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

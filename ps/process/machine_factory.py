@@ -25,7 +25,7 @@ from typing import Any
 
 from narrows.compression import ladder
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import parse_address
+from narrows.protocols.addresses import is_mailbox, parse_address
 from narrows.protocols.config.model_spec import ModelSpec
 from narrows.protocols.config.modes import FoldRule
 from narrows.protocols.config.settings import OF_PLAN, Settings
@@ -196,7 +196,8 @@ def machine(
         priced = coded(*(spec for spec in (flagged.compress, flagged.compress_down) if not ladder(spec).auto))
         here = HostMemory(socket.gethostname(), memory_bytes())
         away = dict(config.away)
-        coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), away, priced, here)
+        fit, connected = keys_that_fit(), not config.via
+        coordinator = Coordinator(settings, first_epoch, restart, child, fit, away, priced, here, connected)
         if config.relay_secret:
             coordinator.gossip_directory.meet_at(config.relay, config.relay_secret)
         if not config.again:
@@ -217,8 +218,10 @@ def machine(
         if child:
             lost_ns = int(config.parent_timeout * NS)
             timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
+            timing = timing.through_mailbox(config.round_trip) if is_mailbox(config.parent) else timing
             expect = pack({"plan_digest": settings.plan_digest, "name": settings.name})
-            name = f"{socket.gethostname()}:{parse_address('', config.front(port))[1]}"
+            there = parse_address("", config.one_port)[1] if config.one_port else port  # where members dial
+            name = f"{socket.gethostname()}:{there}"
             member = Member(uuid.uuid4().hex, name, expect, timing, coordinator.tree)
     resources = ShardResources(
         optimizer=_optimizers(arrays)
@@ -229,6 +232,7 @@ def machine(
         child=child,
         member=member,
         coordinator=coordinator,
+        timing=Timing().through_mailbox(config.round_trip) if config.round_trip else Timing(),
         host=config.host,
     )
     shard = Shard(config.index, settings, time.time_ns(), port, kept, resources)

@@ -15,8 +15,8 @@ from narrows import worker
 from narrows.protocols.messages import RefuseCode
 from narrows.ps.command.cli import command as ps_serve
 from narrows.ps.command.planning.plan import command as ps_plan
+from narrows.ps.command.planning.probe import command as ps_probe
 from narrows.ps.command.plot import command as ps_plot
-from narrows.ps.command.probe import command as ps_probe
 from narrows.ps.command.top import command as ps_top
 from narrows.worker.command.cli import command as ps_worker
 

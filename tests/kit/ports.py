@@ -1,7 +1,8 @@
-"""How messages go between a worker and a shard of one process (kit/in_process.py): as copies, or through shared memory.
+"""How messages go between a worker and a shard of one process (kit/in_process.py): copied, in shared memory, in a mailbox.
 
 `SharedPorts` has real sockets and real links: a `Sockets` for each shard and each worker, as in their processes. Every
 payload of a byte or more lies in its sender's pool. The receiver gets a view of it, which lasts as long as it holds it.
+`MailboxPorts` has a `Mailbox` for each shard and each worker, over one folder.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import numpy.typing as npt
 import pytest
 import zmq
 
-from narrows.protocols.addresses import local_endpoint
+from kit.mailboxes import of_member, of_shard
+from narrows.protocols.addresses import behind, local_endpoint
 from narrows.protocols.messages import NAME_BYTES, Buffer
+from narrows.protocols.runtime.mailbox import mailbox, outbox
+from narrows.protocols.runtime.mailbox.mailbox import Mailbox
 from narrows.protocols.runtime.network import shared_memory
 from narrows.protocols.runtime.network.shared_memory import SharedLink, of_peer
-from narrows.protocols.runtime.network.sockets import OPTIONS, Peer, Sockets
+from narrows.protocols.runtime.network.sockets import OPTIONS, Peer, Port, Sockets
 
 LIMIT_S = 10.0
 Bytes = npt.NDArray[np.uint8]
@@ -86,17 +90,11 @@ class SharedPorts(Ports):
         self.patch.undo()
 
     def _carry(self, sender: Sockets, to: Peer, receiver: Sockets, frames: Sequence[Buffer]) -> list[Buffer]:
-        """Send a message and take it: there is one on its way at a time."""
-        assert not sender.send(to, frames).dropped
-        got, deadline = list[list[Buffer]](), time.monotonic() + LIMIT_S
-        while not got:
-            assert time.monotonic() < deadline
-            got = [frames for _, frames in receiver.receive(5)]
-        assert len(got) == 1
-        for frame in got[0][1:]:
+        _, got = carried(sender, to, receiver, frames)
+        for frame in got[1:]:
             self.carried += 1
             assert of_peer(frame) is not None or not len(frame)
-        return got[0]
+        return got
 
     def _meet(self, worker: Hashable, shard: Hashable) -> None:
         if (worker, shard) in self.peers:
@@ -119,3 +117,46 @@ class SharedPorts(Ports):
             with suppress(KeyError):
                 if there.memory.links[self.peers[worker, shard]].ready and self.link(worker, shard).ready:
                     return
+
+
+def carried(sender: Port, to: Peer, receiver: Port, frames: Sequence[Buffer]) -> tuple[Peer, list[Buffer]]:
+    """Send a message and take it: there is one on its way at a time. Return the sender, and what came."""
+    assert not sender.send(to, frames).dropped
+    got, deadline = list[tuple[Peer, list[Buffer]]](), time.monotonic() + LIMIT_S
+    while not got:
+        assert time.monotonic() < deadline
+        got = [*receiver.receive(5)]
+    assert len(got) == 1
+    return got[0]
+
+
+class MailboxPorts(Ports):
+    """Each message is an object of a mailbox. `address`: file:///FOLDER."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.shards: dict[Hashable, Mailbox] = {}
+        self.workers: dict[Hashable, Mailbox] = {}
+        self.peers: dict[tuple[Hashable, Hashable], Peer] = {}  # (worker, shard) -> routing id
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setitem(mailbox.POLL_S, "file", (0.001, 0.02))
+        self.patch.setattr(outbox, "GATHER_S", 0.0)
+
+    def up(self, worker: Hashable, shard: Hashable, frames: Sequence[Buffer]) -> list[Buffer]:
+        if shard not in self.shards:
+            self.shards[shard] = of_shard(self.address, len(self.shards))
+        if worker not in self.workers:
+            self.workers[worker] = of_member(self.address)
+        to = behind(self.address, [*self.shards].index(shard))
+        self.peers[worker, shard], got = carried(self.workers[worker], to, self.shards[shard], frames)
+        return got
+
+    def down(self, shard: Hashable, worker: Hashable, frames: Sequence[Buffer]) -> list[Buffer]:
+        sender, got = carried(self.shards[shard], self.peers[worker, shard], self.workers[worker], frames)
+        assert sender == behind(self.address, [*self.shards].index(shard))
+        return got
+
+    def close(self) -> None:
+        for each in (*self.workers.values(), *self.shards.values()):
+            each.close()
+        self.patch.undo()

@@ -24,7 +24,7 @@ from kit.processes import GONE_S, LIMIT_S, SCRIPT, Command, descendants, finishe
 from narrows.protocols.config.deployment import Deployment, StageServer, WorkerProcess, parse
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.ps.command import cli as serve
-from narrows.ps.command.probe import command as probe
+from narrows.ps.command.planning.probe import command as probe
 from narrows.ps.command.stage_servers import watching
 from narrows.worker.command import cli as work
 

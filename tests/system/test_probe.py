@@ -21,8 +21,8 @@ from lab.netns import pair
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.network.hosts import own_host
+from narrows.ps.command.planning.probe_runner import by_ssh, words_there
 from narrows.ps.command.planning.step_time import STEPS, of_record, step_seconds
-from narrows.ps.command.probe_runner import by_ssh, words_there
 from narrows.ps.planner.network import Network
 from narrows.ps.probe import flows, pairwise
 from narrows.ps.probe.messages import ProbeDial
@@ -261,7 +261,7 @@ def test_a_record_has_the_seconds_of_a_step_without_waiting(tmp_path: Path) -> N
 def test_a_wrong_flag_is_one_sentence(flags: str, why: str) -> None:
     from click.testing import CliRunner
 
-    from narrows.ps.command.probe import command
+    from narrows.ps.command.planning.probe import command
 
     result = CliRunner().invoke(command, shlex.split(flags), standalone_mode=False)
     assert why in str(result.exception)

@@ -13,8 +13,9 @@ from narrows.worker.command.options import checked
 
 
 @click.command(cls=Bare, context_settings=COMMAND | {"allow_interspersed_args": False})
-@click.option("--server", default=None, help="the tcp://HOST:PORT that ps-serve printed, and after commas its standbys; '' "
-              "embeds a server [the server that a manager of several machines names, else embedded]")  # fmt: skip
+@click.option("--server", "--via", "server", default=None, help="the tcp://HOST:PORT that ps-serve printed, and after "
+              "commas its standbys, or its mailbox, as s3://BUCKET/RUN; '' embeds a server [the server that a manager of "
+              "several machines names, else embedded]")  # fmt: skip
 @click.option("-n", "--nproc", type=int, default=1, help="copies of the script on this machine [1]")
 @click.option("--group", is_flag=True, help="the copies are one worker: each has a slice of the model, and their mean "
               "gradient is the worker's")  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrows.protocols.addresses import is_stored, parse_addresses
+from narrows.protocols.addresses import KEYLESS, is_mailbox, is_stored, parse_addresses
 from narrows.protocols.config.modes import MODES, FoldRule
 from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import UsageError
@@ -249,6 +249,8 @@ def checked(
             raise UsageError(f"--relay: workers meet only under --sync gossip, not {run['sync']}; leave it out")
     if options.server:
         parse_addresses("--server", options.server)
+        if is_mailbox(options.server) and not options.key:
+            raise UsageError(f"--server {options.server}: {KEYLESS}")
         if run.get("sync", "ssp") not in MODES:
             Settings(sync=run["sync"]).validated()
         for name in ("resume", "run_id", "steps", "fresh_run", "dashboard", "metrics"):

@@ -74,7 +74,7 @@ class WorkerRecord:
         elif kind == "privacy":
             self.privacy = max(self.privacy, (event["epsilon"], event["delta"]))
             self.note(kind, local_rank=local_rank, **event)
-        elif kind in ("compress", "late", "trace"):
+        elif kind in ("compress", "late", "mailbox", "trace"):
             self.note(kind, local_rank=local_rank, **event)
         elif kind == "skipped":
             self.skipped[event["rank"]] += 1

@@ -31,8 +31,19 @@ from dataclasses import replace
 from functools import partial
 
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import at_relay, is_address, parse_address, parse_addresses, parted, reached_by
-from narrows.protocols.config.timing import Timing
+from narrows.protocols.addresses import (
+    KEYLESS,
+    at_relay,
+    behind,
+    is_address,
+    is_mailbox,
+    parse_address,
+    parse_addresses,
+    parse_mailbox,
+    parted,
+    reached_by,
+)
+from narrows.protocols.config.timing import SILENT_BEATS, Timing
 from narrows.protocols.effects import (
     NS,
     MemberEffect,
@@ -51,10 +62,13 @@ from narrows.protocols.errors import (
     NarrowsError,
     RemoteProtocolError,
     UnreachableError,
+    UsageError,
 )
 from narrows.protocols.gossip.relay_ticket import checked
 from narrows.protocols.member.member import Member, MemberPhase
 from narrows.protocols.member.push_trace import PushTrace
+from narrows.protocols.runtime.mailbox.mailbox import Mailbox
+from narrows.protocols.runtime.mailbox.stores import MeteredStore, opened, store_of
 from narrows.protocols.runtime.network.awake_clock import AwakeClock
 from narrows.protocols.runtime.network.curve_auth import NOBODY, CurveKeys, DiallerId, HandshakeFailure, KeyPair
 from narrows.protocols.runtime.network.hosts import endpoint, own_host, unknown
@@ -121,6 +135,7 @@ class LinkCommands:
     waits = ""  # a clause that says for which members the run waits; "": none
     ways: Sequence[str] = ()  # by shard, how its large messages go, of WAYS
     pushes: PushTrace | None = None  # of this link, with --trace
+    store: MeteredStore | None = None  # of the mailbox; None: this worker meets its server over sockets
 
     def call(self, command: Command) -> None:
         raise NotImplementedError
@@ -178,14 +193,16 @@ class SilenceNotice:
 
     def sentence(self, member: Member, address: str, now_ns: int) -> str:
         """Return a sentence when the server falls silent, and another when it answers again; else ""."""
-        silent = member.phase is MemberPhase.RUNNING and now_ns - member.heard_ns >= SILENT_NS
+        beat_ns = member.timing.beat_ns(member.settings.lease)
+        limit_ns = max(SILENT_NS, SILENT_BEATS * beat_ns)
+        silent = member.phase is MemberPhase.RUNNING and now_ns - member.heard_ns >= limit_ns
         if silent == self._told:
             return ""
         self._told = silent
         if not silent:
             return f"the server at {address} answers again" if member.phase is MemberPhase.RUNNING else ""
         standby = f", or until its standby at {member.views.standby} serves" if member.views.standby else ""
-        lost_s, silent_s = member.timing.lost_ns / NS, SILENT_NS / NS
+        lost_s, silent_s = member.timing.lost_ns / NS, limit_ns / NS
         return f"the server at {address} has not answered for {silent_s:g} s; waiting up to {lost_s:g} s{standby}"
 
 
@@ -212,12 +229,11 @@ class MemberLink(LinkEvents, LinkCommands):
     ) -> None:
         super().__init__()
         self.address, self.key = address, key
-        self.host, self.port = parse_address("--server", address)
-        self.member = Member(token, host, expect, timing)
+        self.host, self.port = ("", 0) if is_mailbox(address) else parse_address("--server", address)
         self.clock = AwakeClock()
         self.bytes_up = self.bytes_down = 0
         self.drops = Drops(say_here)
-        self._shards = [endpoint(self.host, self.port)]  # the endpoint of each shard
+        self._shards = [self._endpoint(0, self.port)]  # the endpoint of each shard
         self._tunnel: ReverseTunnel | None = None  # by which peers come; None: they dial this worker
         self._standby = ""  # the endpoint of the standby; "": not dialled
         self._silence = SilenceNotice()
@@ -225,19 +241,27 @@ class MemberLink(LinkEvents, LinkCommands):
         self._names: dict[str, bytes] = {}  # by peer, the prefix of this worker's routing ids there
         self._admitted: frozenset[str] = frozenset()  # public keys of the peers
         name = os.urandom(m.NAME_BYTES)  # the prefix of this worker's routing ids at the server, secret from peers
-        self._sockets = Sockets(
-            io_threads=2,
-            known_as=lambda address: (
-                name if address in (self._standby, *self._shards) else self._names.get(address, b"")
-            ),
-            curve=CurveKeys(key.pair, partial(self._keys_at, key), lambda public: public in self._admitted)
-            if key is not None
-            else None,
-            failed=self._shut_out,
-            linked=self._linked,
-            cut=self._cut,
-            faulted=self.drops.refuse,
-        )
+        timing = timing or Timing()
+        self._sockets: Mailbox | Sockets
+        if is_mailbox(address):
+            store = partial(opened, limit_s=timing.connect_ns / NS)
+            self._sockets = mailbox = mailbox_at(address, key, store, name, self._linked, self.drops.refuse)
+            self.store, timing = mailbox.store, timing.through_mailbox(mailbox.round_trip_s)
+        else:
+            self._sockets = Sockets(
+                io_threads=2,
+                known_as=lambda address: (
+                    name if address in (self._standby, *self._shards) else self._names.get(address, b"")
+                ),
+                curve=CurveKeys(key.pair, partial(self._keys_at, key), lambda public: public in self._admitted)
+                if key is not None
+                else None,
+                failed=self._shut_out,
+                linked=self._linked,
+                cut=self._cut,
+                faulted=self.drops.refuse,
+            )
+        self.member = Member(token, host, expect, timing)
         self._loop = Loop(self._sockets, self._hear, self._tick)
         self._thread = threading.Thread(target=self._main, name="narrows-io", daemon=True)
         self._thread.start()
@@ -270,6 +294,7 @@ class MemberLink(LinkEvents, LinkCommands):
         """Let peers dial this worker, on the address of this machine in the server's network."""
 
         def open_to_peers(member: Member, now_ns: int) -> list[MemberEffect]:
+            assert isinstance(self._sockets, Sockets)  # a server with a mailbox refuses gossip
             host = own_host(self.host, self.port)
             member.reached_at(keyed(f"tcp://{host}:{self._sockets.listen(f'tcp://{host}:0')}", self.key))
             return []
@@ -292,6 +317,7 @@ class MemberLink(LinkEvents, LinkCommands):
         name, key, relay = checked(ticket)
 
         def open_to_relay(member: Member, now_ns: int) -> list[MemberEffect]:
+            assert isinstance(self._sockets, Sockets)  # a server with a mailbox has no relay
             port, limit_s = self._sockets.listen("tcp://127.0.0.1:0", ""), member.timing.connect_ns / NS
             place, host = relay or f"tcp://{self.host}:{self.port}", own_host(self.host, self.port)
             self._tunnel = ReverseTunnel(place, host, name, key, port, limit_s, say_here, self._fail)
@@ -316,7 +342,7 @@ class MemberLink(LinkEvents, LinkCommands):
 
     def _main(self) -> None:
         try:
-            if why := unknown(self.host):  # a manager may register the name a moment later
+            if self.host and (why := unknown(self.host)):  # a manager may register the name a moment later
                 launcher_pipe.say(
                     f"{self.address}: {why}; waiting up to {self.member.timing.connect_ns / NS:g} s for it ..."
                 )
@@ -330,7 +356,9 @@ class MemberLink(LinkEvents, LinkCommands):
 
     def _tick(self, now_ns: int) -> None:
         self._apply(self.member.tick(now_ns))
-        if text := self._silence.sentence(self.member, f"tcp://{self.host}:{self.port}", now_ns):
+        if text := self._silence.sentence(
+            self.member, f"tcp://{self.host}:{self.port}" if self.host else self.address, now_ns
+        ):
             say_here(text)
 
     def _hear(self, peer: Peer, frames: list[m.Buffer]) -> None:
@@ -374,7 +402,9 @@ class MemberLink(LinkEvents, LinkCommands):
                 case ServerChanged(address, ports):
                     self._move(address, ports)
                 case MemberFailed(code, text):
-                    if code == m.RefuseCode.UNREACHABLE and (why := unknown(self.host)):
+                    if isinstance(self._sockets, Mailbox):
+                        text = of_silent_mailbox(code, text, self.member.timing, self._sockets.trouble)
+                    elif code == m.RefuseCode.UNREACHABLE and (why := unknown(self.host)):
                         text = f"{why}; check the name"
                     self._fail(BY_EXIT_CODE.get(code, NarrowsError)(f"{self.address}: {text}"))
                 case _:
@@ -407,6 +437,8 @@ class MemberLink(LinkEvents, LinkCommands):
 
     def _endpoint(self, shard: int, port: int, host: str = "") -> str:
         """Return the endpoint of a shard by its port and its host, which are as `are_addresses` has them."""
+        if is_mailbox(self.address):
+            return behind(self.address, shard)
         if port:
             return endpoint(host or self.host, port)
         return endpoint(*(parse_address("", f"tcp://{host}") if host else (self.host, self.port)), shard)
@@ -459,8 +491,64 @@ class MemberLink(LinkEvents, LinkCommands):
         self.drops.note(type(message).__name__, receipt)
 
 
+def of_silent_mailbox(code: int, text: str, timing: Timing, trouble: str) -> str:
+    """Return a sentence for a server that does not answer in its mailbox; other sentences as they are.
+
+    Args:
+        code: of the error.
+        text: its sentence.
+        timing: the limits of the waits.
+        trouble: why requests to the store fail, "": they do not.
+    """
+    if code not in (m.RefuseCode.UNREACHABLE, m.RefuseCode.SERVER_LOST):
+        return text
+    if trouble:
+        return f"{text.partition(';')[0]}; the store fails ({trouble})"
+    if code == m.RefuseCode.SERVER_LOST:
+        return text
+    limit = f"{timing.connect_ns / NS:g} s"
+    return f"no server answered within {limit}; check that ps-serve runs with this --via, and that it lists this key"
+
+
+def mailbox_at(
+    address: str,
+    key: SecretKeyFile | None,
+    store: Callable[[str], MeteredStore],
+    name: bytes = b"",
+    linked: Callable[[str], None] = lambda address: None,
+    refused: Callable[[str], None] = lambda text: None,
+) -> Mailbox:
+    """Return the mailbox of a server.
+
+    Args:
+        address: of the mailbox.
+        key: the worker's key; there is none without.
+        store: opens the store of this address.
+        name, linked, refused: as in `Mailbox`.
+
+    Raises:
+        NarrowsError: the store cannot be used, or there is no key.
+    """
+    if key is None:
+        raise UsageError(f"--server {address}: {KEYLESS}")
+    address = parse_mailbox("--server", address)
+    return Mailbox(address, store(address), key.pair, server=key.server, name=name, linked=linked, refused=refused)
+
+
+def tell_store(link: MemberLink, rank: int) -> None:
+    """Tell ps-worker and the user what a worker has asked of the store of its mailbox, if it has one."""
+    if link.store is not None:
+        launcher_pipe.tell("mailbox", address=link.address, **link.store.counts.told())
+        launcher_pipe.say(f"rank {rank} asked {link.address}: {link.store.counts.text()}")
+
+
 def tell_left(address: str, token: str, key: SecretKeyFile | None = None) -> None:
     """Tell the coordinator that the worker of `token` has left, and wait up to LINGER_MS for the answer."""
+    if is_mailbox(address):
+        # Without a test of the store: this Leave has to come before the Hello of the process that takes its place.
+        with contextlib.closing(mailbox_at(address, key, lambda there: MeteredStore(store_of(there)))) as mailbox:
+            mailbox.send(mailbox.address, encode(m.Leave(token, -1)))  # closing waits until it was taken
+        return
     curve = CurveKeys(None, lambda address: (key.pair, key.server), lambda public: False) if key is not None else None
     with contextlib.closing(Sockets(curve=curve)) as sockets:
         for one in parse_addresses("--server", address):

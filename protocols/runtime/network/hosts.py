@@ -10,7 +10,16 @@ import struct
 import sys
 from pathlib import Path
 
-from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, behind, bracketed, front, local_endpoint, parse_address
+from narrows.protocols.addresses import (
+    ANY_HOSTS,
+    LOCAL_HOSTS,
+    behind,
+    bracketed,
+    front,
+    is_mailbox,
+    local_endpoint,
+    parse_address,
+)
 
 PROBE_S = 1.0  # a Unix socket of this machine answers at once, or not at all
 
@@ -84,6 +93,8 @@ def reached(bound: str, parent: str) -> str:
     host = bound.removeprefix("tcp://").rpartition(":")[0]
     if host not in ANY_HOSTS:
         return host
+    if is_mailbox(parent):  # nobody dials this process by its host
+        return socket.gethostname()
     with contextlib.suppress(OSError):
         return own_host(*parse_address("--parent", front(parent)))
     return socket.gethostname()

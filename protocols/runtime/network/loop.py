@@ -21,8 +21,8 @@ The loops of the product, and what differs between them:
 | a bootstrap (ps/process/bootstrap_client.py) | 50, 500 | monotonic | raised | the answer came, or after CONNECT_S |
 | an archive client (ps/checkpoints/remote_archive.py) | 100, each turn | monotonic | raised | all came, or QUIET_S |
 | a remote shard host (ps/command/remote_shards.py) | 50, 1000 | monotonic | ignored | `stop` was called |
-| the director of ps-probe (ps/command/probe_runner.py) | 100, each turn | monotonic | answered | all is measured |
-| a machine of ps-probe (ps/command/probe_runner.py) | 100, 1000 | monotonic | raised | the director says so |
+| the director of ps-probe (ps/command/planning/probe_runner.py) | 100, each turn | monotonic | answered | all is measured |
+| a machine of ps-probe (ps/command/planning/probe_runner.py) | 100, 1000 | monotonic | raised | the director says so |
 """
 
 from __future__ import annotations

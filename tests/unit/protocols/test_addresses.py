@@ -43,7 +43,7 @@ KEY = "a" * 64
 ])  # fmt: skip
 def test_hosts_and_ports_of_a_peer(hosts: Sequence[str], ports: Sequence[int], valid: bool, dialled: list[str]) -> None:
     assert are_addresses(hosts, ports) == valid
-    link = cast(MemberLink, SimpleNamespace(host="s", port=80))
+    link = cast(MemberLink, SimpleNamespace(address="tcp://s:80", host="s", port=80))
     for shard, where in enumerate(dialled):
         host = hosts[shard] if hosts else ""
         assert MemberLink._endpoint(link, shard, ports[shard], host) == where

@@ -13,7 +13,7 @@ from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.config import timing
 from narrows.protocols.config.retry import LONG_AGO_NS, NumberedStream, Retry
-from narrows.protocols.config.timing import OFFER_RETRY
+from narrows.protocols.config.timing import OFFER_RETRY, Timing
 from narrows.protocols.effects import NS, SendToPeer
 from narrows.protocols.gossip.peers import GossipPeers
 from narrows.protocols.member.link_meter import LinkMeter
@@ -48,6 +48,16 @@ def test_where_a_clock_stood_still_the_shortest_heartbeat_is_the_round_trip() ->
         for now in range(NS, 2 * NS, NS // 4):
             meter.beat(now, now + 10 * MS - behind, now + 10 * MS, now + road_ms * MS)
     assert meter.round_trip_ns == 22 * MS
+
+
+def test_through_a_mailbox_all_waits_follow_its_round_trip_and_the_lease_sets_the_heartbeats() -> None:
+    plain = Timing(lost_ns=120 * NS)
+    slow = plain.through_mailbox(4.0)
+    assert slow.join.wait_ns() == slow.request.wait_ns() == 8 * NS > plain.request.wait_ns()
+    assert slow.request.bytes_per_second == plain.request.bytes_per_second and slow.request.most == plain.request.most
+    assert plain.beat_ns(60) == NS and slow.beat_ns(60) == 15 * NS and slow.beat_ns(600) == 30 * NS
+    quick = plain.through_mailbox(0.1)
+    assert (quick.join, quick.request) == (plain.join, plain.request)
 
 
 def offer(peer: int) -> m.Offer:

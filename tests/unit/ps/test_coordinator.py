@@ -518,6 +518,18 @@ def test_the_end_of_gossip_is_shown_with_no_module_buffers_of_before_it() -> Non
 # Those who are gone.
 
 
+def test_a_member_that_comes_through_a_mailbox_is_not_probed() -> None:
+    """It has no connection that could be found to be broken, and a probe would cost a request."""
+    for connected in (True, False):
+        run = run_of()
+        rounds = Clocks(run)
+        above, gossip = ParentPlace(run, rounds, False), GossipDirectory(run)
+        roster = Members(run, rounds, above, gossip, 1 << 30, connected)
+        seat = run.sit(m.Hello("a", "here"), b"a" * m.NAME_BYTES, 0)
+        seat.declare(run.changed(), 0, "")
+        assert len(roster.probes(100 * NS)) == connected
+
+
 def test_who_has_no_connection_is_waited_for_a_quarter_of_a_lease() -> None:
     run = run_of(lease=20.0)
     rounds = Clocks(run)

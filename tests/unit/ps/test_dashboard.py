@@ -31,8 +31,8 @@ from narrows.protocols.runtime.cli.flags import DASHBOARD
 from narrows.protocols.runtime.storage.record_file import open_record
 from narrows.protocols.wire import pack
 from narrows.ps.command.planning.plan import command as ps_plan
+from narrows.ps.command.planning.probe import command as ps_probe
 from narrows.ps.command.plot import command as ps_plot
-from narrows.ps.command.probe import command as ps_probe
 from narrows.ps.command.top import command as ps_top
 from narrows.ps.dashboard import history as bounds
 from narrows.ps.dashboard import prometheus, record_reader, web
@@ -663,6 +663,20 @@ def test_an_event_that_comes_again_and_again_is_one_line() -> None:
     texts = [text for _, _, text in history_of(RUN, *joined, *void).frame()["events"]]
     assert texts[-2:] == ["update 98 of 0 (49 times)", "update 99 of 1 (50 times)"]
     assert texts[-5:-2] == ["worker 0 joined", "worker 1 joined", "worker 2 joined"]
+
+
+def test_the_page_has_the_newest_count_of_requests_of_each_shard() -> None:
+    asked = {"address": "s3://b/run", "puts": 5, "gets": 4, "lists": 1000, "deletes": 4, "bytes_up": 1, "bytes_down": 1}
+    rows = [
+        {"event": "mailbox", "seconds": float(n), "shard": n % 2, **asked, "puts": 5 * n, "failed": 0}
+        for n in range(1, 9)
+    ]
+    texts = [text for _, _, text in history_of(RUN, *rows).frame()["events"]]
+    assert texts[-2:] == [
+        "shard 1 asked s3://b/run: 35 PUT, 4 GET, 1,000 LIST, 4 DELETE",
+        "shard 0 asked s3://b/run: 40 PUT, 4 GET, 1,000 LIST, 4 DELETE",
+    ]
+    assert sum("asked" in text for text in texts) == 2
 
 
 @pytest.mark.parametrize("width", [70, 80, 100, 120])

@@ -169,7 +169,7 @@ def _join(address: str, flags: dict[str, Any]) -> int:
     from narrows.protocols.addresses import is_loopback, parse_address
     from narrows.protocols.runtime.network.hosts import own_host
     from narrows.protocols.runtime.network.key_files import refusal
-    from narrows.ps.command.probe_runner import ProbeMachineRunner, by_ssh, key_of
+    from narrows.ps.command.planning.probe_runner import ProbeMachineRunner, by_ssh, key_of
 
     address = by_ssh(address)
     host, port = parse_address("--join", address)
@@ -197,7 +197,7 @@ def _steps(flags: dict[str, Any]) -> Callable[[threading.Event], float]:
 
 def _direct(hosts: tuple[str, ...], bind: str, out: str, found: MeasuredNetwork, flags: dict[str, Any]) -> int:
     from narrows.protocols.addresses import is_loopback, parse_address
-    from narrows.ps.command.probe_runner import (
+    from narrows.ps.command.planning.probe_runner import (
         SSH,
         ProbeDirectorRunner,
         ProbeMachineRunner,
