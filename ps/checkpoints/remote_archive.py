@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
@@ -190,17 +191,18 @@ class ArchiveClient:
     def load(self, shards: int, cut: str, clock: int) -> tuple[LoadArrays, bool, int]:
         """Fetch and read what this shard begins from, as `checkpoint_files.read_for`."""
         facts: Any = unpack(bytes(self._one(ArchiveJob.FACTS, clock=clock).payload))
-        here: list[Path] = []
-
-        def fetch(shard: int) -> None:
-            here.append(checkpoint_files.path_of(self.folder, shard, clock))
-            self._fetch(shard, clock, here[-1])
-
-        try:
-            return checkpoint_files.read_for(self.folder, self.index, shards, cut, clock, facts, fetch)
-        finally:
-            for path in here:
-                path.unlink(missing_ok=True)
+        # A folder of its own: the shards of one machine begin at once, and fetch the same files.
+        with TemporaryDirectory(dir=self.folder) as own:
+            folder = Path(own)
+            return checkpoint_files.read_for(
+                folder,
+                self.index,
+                shards,
+                cut,
+                clock,
+                facts,
+                lambda shard: self._fetch(shard, clock, checkpoint_files.path_of(folder, shard, clock)),
+            )
 
     def keep(self, clock: int, shards: int, shared: int) -> tuple[int, ...]:
         """Send the file of this clock to the archive, and delete it here. Return the archive's clocks after that."""

@@ -31,15 +31,14 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from narrows.protocols.addresses import STORES
 from narrows.protocols.errors import AuthenticationError, NarrowsError, UnreachableError, UsageError
+from narrows.protocols.runtime.storage.object_store import file_system
 
 PUT, GET, LIST, DELETE = REQUESTS = ("PUT", "GET", "LIST", "DELETE")
 OPEN_S = 30.0  # a store must pass its test within this time
 AGAIN_S = 1.0  # wait after a failed test
 CONNECT_S, READ_S = 10, 60  # limits of one request to a bucket; a larger object takes longer than its first byte
 PROBE_BYTES = 64
-EXTRA = "pip install 'narrows[via]'"
 # Options of fsspec. One connection for a get: with more, s3fs asks for the size first. No lists are kept: objects come.
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {
@@ -132,14 +131,8 @@ class BucketStore:
     """
 
     def __init__(self, scheme: str, root: str) -> None:
-        try:
-            import fsspec
-
-            self.files = fsspec.filesystem(
-                scheme, use_listings_cache=False, skip_instance_cache=True, **OPTIONS[scheme]
-            )
-        except ImportError as error:
-            raise UsageError(f"{scheme}://{root}: {error}; {EXTRA} {STORES[scheme]} brings what it needs") from None
+        options = {"skip_instance_cache": True, **OPTIONS[scheme]}
+        self.files = file_system(f"{scheme}://{root}", scheme, **options)
         self.root = root
 
     def put(self, name: str, content: bytes) -> None:

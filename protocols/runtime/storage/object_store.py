@@ -59,20 +59,25 @@ def put_limit_s(nbytes: int) -> float:
     return REQUEST_S + nbytes / BYTES_PER_S
 
 
-def _file_system(flag: str, address: str) -> Any:
-    """Return the file system of an address. Raises UsageError, with the line that installs what is missing."""
-    scheme = address.partition("://")[0]
-    package = STORES[scheme]
-    for name in ("fsspec", package):
+def file_system(what: str, scheme: str, **options: Any) -> Any:
+    """Return the file system of fsspec for a scheme of STORES.
+
+    Args:
+        what: needs it, for errors: the flag, the address.
+        scheme: of the address.
+        options: of the file system.
+
+    Raises:
+        UsageError: a package is missing; names the line that installs it.
+    """
+    for name in ("fsspec", package := STORES[scheme]):
         try:
             importlib.import_module(name)
         except ImportError:
-            raise UsageError(
-                f"{flag} {address}: {name} is missing here: pip install 'narrows[via]' {package}"
-            ) from None
+            raise UsageError(f"{what}: {name} is missing here: pip install 'narrows[via]' {package}") from None
     import fsspec
 
-    return fsspec.filesystem(scheme, use_listings_cache=False, **ARGUMENTS.get(scheme, {}))
+    return fsspec.filesystem(scheme, use_listings_cache=False, **options)
 
 
 class FileStore:
@@ -95,7 +100,8 @@ class FileStore:
     @property
     def system(self) -> Any:
         if self._system is None:
-            self._system = _file_system(self.flag, self.address)
+            scheme = self.address.partition("://")[0]
+            self._system = file_system(f"{self.flag} {self.address}", scheme, **ARGUMENTS.get(scheme, {}))
         return self._system
 
     def below(self, name: str) -> FileStore:

@@ -105,6 +105,27 @@ def test_it_begins_from_files_that_are_cut_elsewhere(
     assert np.array_equal(load.arrays["x"], VALUES[begin:end]) and recut == ((shards, written) != (3, wanted))
 
 
+def test_two_shards_of_one_machine_may_fetch_the_same_file_at_once(
+    there: RemoteArchive, away: ArchiveClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each deletes its copy when it has read it: the other may be about to read."""
+    write(there.folder, 2, CLOCK, range(2))
+    other, fetch = ArchiveClient(away.folder, 1, away.there, away.dial), ArchiveClient._fetch
+    loaded: dict[int, Any] = {}
+
+    def fetch_beside(client: ArchiveClient, shard: int, clock: int, path: Path) -> None:
+        fetch(client, shard, clock, path)
+        if client is away and not loaded:
+            loaded[1] = other.load(3, "values", CLOCK)[0].arrays["x"]
+
+    monkeypatch.setattr(ArchiveClient, "_fetch", fetch_beside)
+    loaded[2] = away.load(3, "values", CLOCK)[0].arrays["x"]
+    for shard, found in loaded.items():
+        begin, end = split(SIZE, 3)[shard]
+        assert np.array_equal(found, VALUES[begin:end] + CLOCK)
+    assert not list(away.folder.iterdir()), "nothing is left here"
+
+
 def test_what_it_writes_is_with_the_others_and_nowhere_else(there: RemoteArchive, away: ArchiveClient) -> None:
     writer = CheckpointWriter(away.folder, 2, away)
     begin, end = split(SIZE, 3)[2]
