@@ -44,7 +44,7 @@ demo: $(INSTALLED)
 
 test: $(DEVELOPED)
 	$(MAIN_JOB) --steps 100
-	.venv/bin/pytest -n 4 --dist worksteal
+	.venv/bin/pytest -n 5 --dist worksteal
 
 # mypy does not see the package-dir map of an editable install: it gets a folder with one symlink, `narrows`, instead.
 check: $(DEVELOPED) build/mypy/narrows
