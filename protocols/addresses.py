@@ -194,7 +194,7 @@ def front(address: str) -> str:
 def local_endpoint(port: int, shard: int = 0) -> str:
     """Return the Unix socket (Linux, abstract name) of the server that listens on this TCP port of the same machine.
 
-    `shard`: of the shards behind one port, the one that is meant.
+    `shard`: the number of the shard, where the shards of a server share one port.
 
     The Unix socket moves a model a quarter faster than TCP over loopback. Its name belongs to the network namespace, as
     the port does.

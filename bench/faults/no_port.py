@@ -12,8 +12,8 @@ Rules
   how many these are differs from run to run. --repeats shows by how much losses over TCP differ.
 - Who is killed, gets `kill -9`. A worker's process is started again by its ps-worker, a shard by its ps-serve. A server is
   killed with all its shards, and another ps-serve goes on with --resume.
-- Meanwhile every object of the bucket is read, again and again, and searched: for the names of tensors, and for runs of
-  values of the first and the last model as float32, bfloat16 and float16.
+- Meanwhile a thread reads every object of the bucket again and again. It searches them for the names of tensors, and for
+  runs of values of the first and the last model as float32, bfloat16 and float16.
 - Requests and bytes are those that the processes count; the bytes of the links are the kernel's.
 """
 

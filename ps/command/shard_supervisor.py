@@ -78,7 +78,7 @@ class StandbyNotice:
 
 START_S = 120.0  # all shards must have bound within this; a cold machine compiles kernels first
 ONE_STOPPED = "the model of a worker that was stopped"
-PORT_END_S = 1.0  # for the last events of the one port, whose process has ended
+PORT_END_S = 1.0  # limit of waiting for the last events of the process at the one port
 END_S = 40.0  # seconds from "stop" to the kill of a shard; longer where a shard has said that one event takes longer
 LIFE_EPOCHS = 1 << 32  # more epochs than one process of shard 0 counts
 NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]

@@ -74,7 +74,7 @@ class RunWatch:
 
     @property
     def behind(self) -> int:
-        """The port on loopback of the site behind the one port, 0 for none."""
+        """The loopback port of the page that visitors reach at the one port; 0: there is none."""
         return next((site.server_address[1] for site in self.sites if site.front is not None), 0)
 
     def open_sites(

@@ -303,7 +303,7 @@ class PortRelay:
 
     @property
     def closed(self) -> bool:
-        """True once no connection is left, or LINGER_S are over."""
+        """True once the last connection has ended, or LINGER_S have passed."""
         return self.closing_s < float("inf") and (self.count == 0 or time.monotonic() > self.closing_s)
 
     def free(self) -> None:

@@ -1,0 +1,1 @@
+"""The relay at which workers of gossip meet that cannot dial each other."""

@@ -27,18 +27,11 @@ def dialled(port: int, shard: int = DIRECTLY) -> socket.socket:
 
 
 class RelayThread:
-    """A relay in a thread.
+    """A relay in a thread, from the start until `close`."""
 
-    Args:
-        doors: by name, the port on loopback.
-        most: connections at a time.
-    """
-
-    def __init__(self, doors: Mapping[str, int], most: int = 100) -> None:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=most)
-        self.port: int = listener.getsockname()[1]
-        self.relay = PortRelay(listener, most)
-        self.relay.lead(dict(doors))
+    def __init__(self, relay: PortRelay) -> None:
+        self.relay = relay
+        self.port: int = relay.listener.getsockname()[1]
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -52,6 +45,43 @@ class RelayThread:
         self.relay.free()
 
     def close(self) -> None:
+        """End the relay, and all its connections. Does nothing a second time."""
         self.over.set()
         self.thread.join(10)
         assert not self.thread.is_alive()
+
+
+def one_port(doors: Mapping[str, int], most: int = 100) -> RelayThread:
+    """Start the relay of a server with one port.
+
+    Args:
+        doors: by name, the port on loopback.
+        most: connections at a time.
+    """
+    relay = PortRelay(socket.create_server(("127.0.0.1", 0), backlog=most), most)
+    relay.lead(dict(doors))
+    return RelayThread(relay)
+
+
+def heard(of: socket.socket, size: int) -> bytes:
+    """Return the next bytes; fewer than `size` if the connection has ended."""
+    found = b""
+    while len(found) < size and (piece := of.recv(size - len(found))):
+        found += piece
+    return found
+
+
+def code(of: socket.socket) -> int:
+    """Return the code of the next answer of SOCKS5; -1: the connection has ended."""
+    answer = heard(of, 10)
+    return answer[1] if len(answer) == 10 else -1
+
+
+def ended(of: socket.socket) -> bool:
+    """True once the other end has closed or reset the connection."""
+    try:
+        while of.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True

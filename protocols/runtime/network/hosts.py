@@ -38,7 +38,7 @@ def endpoint(host: str, port: int, shard: int = 0) -> str:
     Args:
         host: of the server.
         port: of the server.
-        shard: of the shards behind one port, the one to dial.
+        shard: the number of the shard, where the shards of the server share one port.
     """
     if sys.platform == "linux" and host in LOCAL_HOSTS:
         local = local_endpoint(port, shard)

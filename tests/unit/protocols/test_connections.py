@@ -14,7 +14,7 @@ import pytest
 import zmq
 import zmq.utils.z85
 from kit.hostile_connections import RESETS, frame, reset, shaken
-from kit.one_port import DIRECTLY, RelayThread, dialled
+from kit.one_port import DIRECTLY, RelayThread, dialled, one_port
 from kit.processes import until
 
 from narrows.protocols.addresses import behind, shard_name
@@ -61,7 +61,7 @@ class Door:
         self.port = server.listen("tcp://127.0.0.1:0")
         if self.name == "own port":
             return f"tcp://127.0.0.1:{self.port}"
-        self.relay = RelayThread({shard_name(max(self.shard, 0)): self.port}, most=200)
+        self.relay = one_port({shard_name(max(self.shard, 0)): self.port}, most=200)
         self.port = self.relay.port
         return behind(f"tcp://127.0.0.1:{self.port}", max(self.shard, 0))
 

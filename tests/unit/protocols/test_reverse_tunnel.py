@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
+from kit.one_port import ended, heard, one_port
 from kit.processes import until
-from kit.relays import NAME, SECRET, RelayThread, ended, heard, wish
+from kit.relays import NAME, SECRET, NodeRelayThread, wish
 
 from narrows.protocols.addresses import at_relay, by_proxy, is_address, parted, reached_by
 from narrows.protocols.errors import AuthenticationError, NarrowsError, UnreachableError
@@ -62,13 +63,13 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def relay() -> Iterator[RelayThread]:
-    made = RelayThread()
+def relay() -> Iterator[NodeRelayThread]:
+    made = NodeRelayThread()
     yield made
     made.close()
 
 
-def echoed(relay: RelayThread, said: bytes) -> bytes:
+def echoed(relay: NodeRelayThread, said: bytes) -> bytes:
     with relay.peer() as peer:
         assert heard(peer, 2) == b"\x05\x00"
         heard(peer, 8)
@@ -76,12 +77,12 @@ def echoed(relay: RelayThread, said: bytes) -> bytes:
         return heard(peer, len(said))
 
 
-def registered(relay: RelayThread) -> bool:
+def registered(relay: NodeRelayThread) -> bool:
     node = relay.relay.nodes.get(NAME)
     return node is not None and len(node.spares) == SPARES
 
 
-def test_peers_reach_the_socket_of_a_node_and_it_knows_their_bytes(relay: RelayThread) -> None:
+def test_peers_reach_the_socket_of_a_node_and_it_knows_their_bytes(relay: NodeRelayThread) -> None:
     with closing(Node(relay.address)) as node:
         until(lambda: registered(relay), "the node to register")
         for number in range(5):  # more than there are spare connections
@@ -92,14 +93,14 @@ def test_peers_reach_the_socket_of_a_node_and_it_knows_their_bytes(relay: RelayT
     until(lambda: not relay.relay.nodes or not relay.relay.nodes[NAME].there, "the end of its registration")
 
 
-def test_a_relay_that_is_lost_is_dialled_until_it_is_back(relay: RelayThread) -> None:
+def test_a_relay_that_is_lost_is_dialled_until_it_is_back(relay: NodeRelayThread) -> None:
     with closing(Node(relay.address)) as node:
         until(lambda: registered(relay), "the node to register")
         assert echoed(relay, b"x" * 100) == b"x" * 100
         until(lambda: node.tunnel.peer_bytes.total == 200, "the count")
         relay.close()
         until(lambda: node.told, "the loss to be told")
-        again = RelayThread(port=relay.port)
+        again = NodeRelayThread(port=relay.port)
         try:
             until(lambda: registered(again), "the node to register again")
             assert echoed(again, b"y" * 30) == b"y" * 30
@@ -150,7 +151,7 @@ def test_a_silent_relay_is_dialled_anew(monkeypatch: pytest.MonkeyPatch) -> None
     """As after a NAT has forgotten the connection: no end of it arrives."""
     monkeypatch.setattr(reverse_tunnel, "SILENT_S", 0.3)
     monkeypatch.setattr(node_relay, "BEAT_S", 1e9)
-    relay = RelayThread()
+    relay = NodeRelayThread()
     try:
         with closing(Node(relay.address)):
             until(lambda: registered(relay), "the node to register")
@@ -160,7 +161,7 @@ def test_a_silent_relay_is_dialled_anew(monkeypatch: pytest.MonkeyPatch) -> None
         relay.close()
 
 
-def test_a_proof_that_is_refused_ends_the_node(relay: RelayThread) -> None:
+def test_a_proof_that_is_refused_ends_the_node(relay: NodeRelayThread) -> None:
     with closing(Node(relay.address, node_key("5f" * 32, NAME))) as node:
         until(lambda: node.failed, "the refusal")
         assert isinstance(node.failed[0], AuthenticationError) and len(node.failed) == 1
@@ -169,15 +170,15 @@ def test_a_proof_that_is_refused_ends_the_node(relay: RelayThread) -> None:
         assert not relay.relay.count and len(node.failed) == 1
 
 
-def test_a_refusal_of_a_relay_that_had_taken_the_node_does_not_end_it(relay: RelayThread) -> None:
+def test_a_refusal_of_a_relay_that_had_taken_the_node_does_not_end_it(relay: NodeRelayThread) -> None:
     with closing(Node(relay.address)) as node:
         until(lambda: registered(relay), "the node to register")
         relay.close()
-        other = RelayThread(port=relay.port, secret="5f" * 32)
+        other = NodeRelayThread(port=relay.port, secret="5f" * 32)
         time.sleep(0.3)
         other.close()
         assert not node.failed
-        third = RelayThread(port=relay.port)
+        third = NodeRelayThread(port=relay.port)
         try:
             until(lambda: registered(third), "the node to register")
         finally:
@@ -194,29 +195,13 @@ def test_an_absent_relay_is_named_within_the_limit() -> None:
 
 
 def test_what_is_no_relay_is_named() -> None:
-    """A server of --one-port that is not one of gossip speaks SOCKS too."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    relay = port_relay.PortRelay(listener, 20)
-    over = threading.Event()
-
-    def serve() -> None:
-        while not over.is_set():
-            relay.turn(0.02)
-        relay.free()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        with closing(Node(f"tcp://127.0.0.1:{listener.getsockname()[1]}", limit_s=0.2)) as node:
-            until(lambda: node.failed, "the error")
-            assert isinstance(node.failed[0], UnreachableError) and "this is no relay" in str(node.failed[0])
-    finally:
-        over.set()
-        thread.join(10)
-        listener.close()
+    """The one port of a server speaks SOCKS too. Only under gossip it is a relay."""
+    with closing(one_port({})) as other, closing(Node(f"tcp://127.0.0.1:{other.port}", limit_s=0.2)) as node:
+        until(lambda: node.failed, "the error")
+        assert isinstance(node.failed[0], UnreachableError) and "this is no relay" in str(node.failed[0])
 
 
-def test_peers_of_its_own_network_need_no_relay(relay: RelayThread) -> None:
+def test_peers_of_its_own_network_need_no_relay(relay: NodeRelayThread) -> None:
     with closing(Node(relay.address)) as node:
         until(lambda: registered(relay), "the node to register")
         host, _, port = node.tunnel.near.rpartition(":")
@@ -230,7 +215,7 @@ def test_peers_of_its_own_network_need_no_relay(relay: RelayThread) -> None:
         assert relay.relay.relayed_bytes == 0
 
 
-def test_strangers_in_its_own_network_have_a_bound(relay: RelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_in_its_own_network_have_a_bound(relay: NodeRelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reverse_tunnel, "NEAR_MAX", 2)
     monkeypatch.setattr(reverse_tunnel, "NEAR_S", 0.3)
     with closing(Node(relay.address)) as node, ExitStack() as stack:
@@ -242,7 +227,7 @@ def test_strangers_in_its_own_network_have_a_bound(relay: RelayThread, monkeypat
 
 
 def test_a_dialler_asks_in_the_nodes_network_first_and_then_the_relay(
-    relay: RelayThread, monkeypatch: pytest.MonkeyPatch
+    relay: NodeRelayThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socks_dialler, "NEAR_S", 0.2)
     with closing(Node(relay.address)) as node, socket.create_server(("127.0.0.1", 0)) as other:

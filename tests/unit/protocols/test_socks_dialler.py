@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
-from kit.one_port import RelayThread
+from kit.one_port import one_port
 from kit.processes import until
 
 from narrows.protocols.runtime.network import socks_dialler
@@ -28,7 +28,7 @@ class Line:
     def __init__(self) -> None:
         self.shard = socket.create_server(("127.0.0.1", 0))
         self.shard.settimeout(LIMIT_S)
-        self.relay = RelayThread({"shard-1": self.shard.getsockname()[1]})
+        self.relay = one_port({"shard-1": self.shard.getsockname()[1]})
         self.dialler = SocksDialler(f"127.0.0.1:{self.relay.port}", "shard-1")
 
     def dial(self, dialler: SocksDialler | None = None) -> socket.socket:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
+from kit.one_port import code, ended, heard
 from kit.processes import until
-from kit.relays import NAME, SECRET, RelayThread, code, ended, heard, met, wish
+from kit.relays import NAME, SECRET, NodeRelayThread, met, wish
 
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.relay_ticket import NONCE_BYTES, checked, node_key, node_name, proof, proves
@@ -27,9 +28,9 @@ RESET = struct.pack("ii", 1, 0)
 
 
 @pytest.fixture
-def relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[RelayThread]:
+def relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeRelayThread]:
     monkeypatch.setattr(port_relay, "LINGER_S", 0.5)
-    made = RelayThread()
+    made = NodeRelayThread()
     yield made
     made.close()
 
@@ -58,7 +59,7 @@ def test_a_ticket_that_is_none_is_refused() -> None:
 
 @pytest.mark.parametrize("splices", [SPLICES, False])
 def test_a_peer_is_led_to_the_node_and_bytes_go_both_ways_as_they_are(
-    splices: bool, relay: RelayThread, monkeypatch: pytest.MonkeyPatch
+    splices: bool, relay: NodeRelayThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(port_relay, "SPLICES", splices)
     up, down = (random.Random(seed).randbytes(5_000_000) for seed in (1, 2))
@@ -82,7 +83,7 @@ def test_a_peer_is_led_to_the_node_and_bytes_go_both_ways_as_they_are(
     assert got == {"up": up, "down": down}
 
 
-def test_a_node_hears_how_many_bytes_went_to_it(relay: RelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_hears_how_many_bytes_went_to_it(relay: NodeRelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_relay, "BEAT_S", 0.05)
     with relay.registered() as taken, relay.peer() as peer, relay.registered(OTHER) as other:
         assert met(taken) and code(peer) == 0
@@ -110,7 +111,7 @@ def test_a_node_hears_how_many_bytes_went_to_it(relay: RelayThread, monkeypatch:
     lambda nonce: proof(node_key("5f" * 32, NAME), NAME, nonce),  # of another relay
     lambda nonce: proof(node_key(SECRET, NAME), NAME, bytes(NONCE_BYTES)),  # of an earlier connection
 ])  # fmt: skip
-def test_nobody_takes_a_name_without_its_key(forged: object, relay: RelayThread) -> None:
+def test_nobody_takes_a_name_without_its_key(forged: object, relay: NodeRelayThread) -> None:
     with relay.registered() as node:
         stranger, answered = relay.node(prove=forged)  # type: ignore[arg-type]
         with stranger, relay.peer() as peer:
@@ -120,7 +121,7 @@ def test_nobody_takes_a_name_without_its_key(forged: object, relay: RelayThread)
             assert heard(node, 12) == b"for the node"
 
 
-def test_the_proof_of_a_name_that_is_none_registers_nothing(relay: RelayThread) -> None:
+def test_the_proof_of_a_name_that_is_none_registers_nothing(relay: NodeRelayThread) -> None:
     for name in ("shard-0", "page", "localhost", "node-" + "g" * 32, NAME + "0", ""):
         stranger, answered = relay.node(name)
         with stranger:
@@ -128,7 +129,7 @@ def test_the_proof_of_a_name_that_is_none_registers_nothing(relay: RelayThread) 
     assert not relay.relay.nodes
 
 
-def test_it_leads_nowhere_but_to_registered_nodes(relay: RelayThread) -> None:
+def test_it_leads_nowhere_but_to_registered_nodes(relay: NodeRelayThread) -> None:
     outside = socket.create_server(("127.0.0.1", 0))
     outside.setblocking(False)
     for name in (OTHER, "127.0.0.1", "localhost", "shard-0", "page", "", "x" * 255):
@@ -146,7 +147,7 @@ def test_it_leads_nowhere_but_to_registered_nodes(relay: RelayThread) -> None:
     outside.close()
 
 
-def test_a_request_may_come_byte_by_byte(relay: RelayThread) -> None:
+def test_a_request_may_come_byte_by_byte(relay: NodeRelayThread) -> None:
     with relay.dial() as node:
         for byte in (5, 1, PROVES):
             node.sendall(bytes((byte,)))
@@ -159,7 +160,7 @@ def test_a_request_may_come_byte_by_byte(relay: RelayThread) -> None:
             assert met(node) and code(peer) == 0
 
 
-def test_a_peer_waits_for_the_next_spare_connection(relay: RelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_waits_for_the_next_spare_connection(relay: NodeRelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_relay, "WAITING_MAX", 2)
     with relay.registered() as first, relay.peer() as one, ExitStack() as stack:
         assert met(first) and code(one) == 0
@@ -174,7 +175,7 @@ def test_a_peer_waits_for_the_next_spare_connection(relay: RelayThread, monkeypa
             assert heard(node, 4) == b"mine"
 
 
-def test_a_peer_waits_only_so_long(relay: RelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_waits_only_so_long(relay: NodeRelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
     with relay.registered() as first, relay.peer() as one:
         assert met(first) and code(one) == 0
         monkeypatch.setattr(port_relay, "FIRST_S", 0.2)
@@ -185,7 +186,7 @@ def test_a_peer_waits_only_so_long(relay: RelayThread, monkeypatch: pytest.Monke
         assert heard(first, 5) == b"still"
 
 
-def test_a_peer_that_hangs_up_while_it_waits_costs_one_spare_connection(relay: RelayThread) -> None:
+def test_a_peer_that_hangs_up_while_it_waits_costs_one_spare_connection(relay: NodeRelayThread) -> None:
     with relay.registered() as first, relay.peer() as one:
         assert met(first) and code(one) == 0
         gone = relay.peer()
@@ -197,7 +198,7 @@ def test_a_peer_that_hangs_up_while_it_waits_costs_one_spare_connection(relay: R
             assert met(node) and code(peer) == 0
 
 
-def test_the_registration_of_a_dead_node_ends_with_its_connections(relay: RelayThread) -> None:
+def test_the_registration_of_a_dead_node_ends_with_its_connections(relay: NodeRelayThread) -> None:
     node = relay.registered()
     taken = relay.registered()
     with relay.peer() as peer:
@@ -214,7 +215,7 @@ def test_the_registration_of_a_dead_node_ends_with_its_connections(relay: RelayT
 
 
 def test_names_without_connections_are_forgotten_and_their_bytes_stay_counted(
-    relay: RelayThread, monkeypatch: pytest.MonkeyPatch
+    relay: NodeRelayThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with relay.registered() as node, relay.peer() as peer:
         assert met(node) and code(peer) == 0
@@ -225,7 +226,9 @@ def test_names_without_connections_are_forgotten_and_their_bytes_stay_counted(
     assert relay.relay.relayed_bytes == 10
 
 
-def test_of_a_name_the_newest_spare_connections_are_kept(relay: RelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_name_the_newest_spare_connections_are_kept(
+    relay: NodeRelayThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(node_relay, "SPARES_MAX", 3)
     with ExitStack() as stack:
         nodes = [stack.enter_context(relay.registered()) for _ in range(5)]
@@ -235,7 +238,7 @@ def test_of_a_name_the_newest_spare_connections_are_kept(relay: RelayThread, mon
         assert len(relay.relay.nodes[NAME].spares) == 2
 
 
-def test_names_have_a_bound(relay: RelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_have_a_bound(relay: NodeRelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_relay, "NODES_MAX", 2)
     with relay.registered(), relay.registered(OTHER), relay.registered():
         third, answered = relay.node(node_name(SECRET, "a third"))
@@ -243,14 +246,14 @@ def test_names_have_a_bound(relay: RelayThread, monkeypatch: pytest.MonkeyPatch)
             assert answered == REFUSED and ended(third)
 
 
-def test_a_node_that_speaks_before_a_peer_is_there_is_ended(relay: RelayThread) -> None:
+def test_a_node_that_speaks_before_a_peer_is_there_is_ended(relay: NodeRelayThread) -> None:
     with relay.registered() as node:
         node.sendall(b"x")
         assert ended(node)
     until(lambda: not relay.relay.count, "its end")
 
 
-def test_half_a_registration_is_ended(relay: RelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_registration_is_ended(relay: NodeRelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_relay, "FIRST_S", 0.2)
     for more in (b"", wish(NAME, 2)[:-1], wish(NAME, 2) + bytes(31)):
         with relay.dial(bytes((5, 1, PROVES)) + more) as node:
@@ -263,7 +266,7 @@ def test_half_a_registration_is_ended(relay: RelayThread, monkeypatch: pytest.Mo
 
 def test_strangers_end_before_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_relay, "LINGER_S", 0.5)
-    relay = RelayThread(most=6)
+    relay = NodeRelayThread(most=6)
     try:
         with relay.registered() as node, ExitStack() as stack:
             for _ in range(20):
@@ -276,7 +279,7 @@ def test_strangers_end_before_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_its_end_ends_all_connections() -> None:
-    relay = RelayThread()
+    relay = NodeRelayThread()
     with relay.registered() as node, relay.registered() as spare, relay.peer() as peer:
         assert met(spare) and code(peer) == 0
         threading.Thread(target=relay.close).start()
@@ -288,7 +291,7 @@ def test_its_end_ends_all_connections() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_requests_change_nothing_for_a_node(seed: int, relay: RelayThread) -> None:
+def test_random_requests_change_nothing_for_a_node(seed: int, relay: NodeRelayThread) -> None:
     draw = random.Random(seed)
     with relay.registered() as node:
         for _ in range(25):
@@ -306,7 +309,7 @@ def test_random_requests_change_nothing_for_a_node(seed: int, relay: RelayThread
     assert relay.thread.is_alive()
 
 
-def test_the_count_of_all_bytes_is_told_as_it_grows_and_at_the_end(relay: RelayThread) -> None:
+def test_the_count_of_all_bytes_is_told_as_it_grows_and_at_the_end(relay: NodeRelayThread) -> None:
     told: list[dict[str, object]] = []
     count = RelayedCount(relay.relay, told.append, 0.0)
     count.turn()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 
 import pytest
-from kit.one_port import RelayThread, dialled
+from kit.one_port import code, dialled, ended, heard, one_port
 from kit.processes import until
 
 from narrows.protocols.runtime.network import curve_auth
@@ -30,7 +30,7 @@ class Place:
         self.servers = {name: socket.create_server(("127.0.0.1", 0)) for name in ("shard-0", "shard-1", PAGE)}
         for server in self.servers.values():
             server.settimeout(10)
-        self.thread = RelayThread({name: server.getsockname()[1] for name, server in self.servers.items()}, most)
+        self.thread = one_port({name: server.getsockname()[1] for name, server in self.servers.items()}, most)
         self.port, self.relay = self.thread.port, self.thread.relay
 
     def dial(self, said: bytes = b"") -> socket.socket:
@@ -60,27 +60,6 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 def wish(name: bytes, command: int = 1, kind: int = 3) -> bytes:
     address = bytes((len(name),)) + name if kind == 3 else name
     return bytes((5, command, 0, kind)) + address + b"\x12\x34"
-
-
-def heard(of: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size and (piece := of.recv(size - len(found))):
-        found += piece
-    return found
-
-
-def ended(of: socket.socket) -> bool:
-    """True once the other end has closed or reset the connection."""
-    try:
-        while of.recv(1 << 16):
-            pass
-    except ConnectionError:
-        pass
-    return True
-
-
-def code(of: socket.socket) -> int:
-    return heard(of, 10)[1]
 
 
 @pytest.mark.parametrize(("first", "name"), [
