@@ -67,6 +67,13 @@ def rows_of(record: Path) -> list[dict[str, Any]]:
     return [row for event in events if event["event"] == "summary" for row in event["rows"]]
 
 
+def counted(record: Path) -> set[int]:
+    """The ranks of which the relay has counted bytes, by a record that ps-serve may be writing."""
+    whole = record.read_bytes().rpartition(b"\n")[0].splitlines() if record.exists() else []
+    events = [event for event in map(json.loads, whole) if event["event"] == "summary"]
+    return {row["path"][0] for event in events for row in event["rows"] if row["relay_bytes"] > 0}
+
+
 class Islands:
     """Hosts that reach the hub alone, a ps-serve there, and workers on the hosts."""
 
@@ -116,8 +123,9 @@ def test_workers_behind_nats_end_with_one_model_though_their_relay_dies(
     keys: bool, alone: bool, tmp_path: Path
 ) -> None:
     with Islands(3, tmp_path, keys, alone) as islands:
+        (tmp_path / "script.py").write_text(TRAINS.replace("< 60", "< 400"))  # the relay tells a count each BEAT_S
         workers = [islands.worker(host) for host in islands.hosts]
-        until(lambda: all("trains" in each.out for each in workers), islands.server)
+        until(lambda: counted(tmp_path / "record.jsonl") == {0, 1, 2}, islands.server)
         if islands.relay is not None:
             os.kill(islands.relay.pid, signal.SIGKILL)
             islands.relay.process.wait()
@@ -132,7 +140,6 @@ def test_workers_behind_nats_end_with_one_model_though_their_relay_dies(
         assert not any("lost" in each.err for each in workers), workers
         rows = rows_of(tmp_path / "record.jsonl")
         assert {row["relayed"] for row in rows} == {1}
-        assert all(max(row["relay_bytes"] for row in rows if row["path"] == [rank]) > 0 for rank in range(3))
         if alone:
             os.kill(again.pid, signal.SIGINT)
             assert again.wait() == 0
