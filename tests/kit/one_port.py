@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 from narrows.protocols.addresses import shard_name
 from narrows.protocols.runtime.network.socks_dialler import asked
@@ -12,6 +13,8 @@ from narrows.ps.process.port_relay import PortRelay
 
 DIRECTLY = -1  # no CONNECT: a shard's own port, or shard 0 at the one port
 DIAL_S = 10.0
+
+R = TypeVar("R", bound=PortRelay)
 
 
 def dialled(port: int, shard: int = DIRECTLY) -> socket.socket:
@@ -26,10 +29,10 @@ def dialled(port: int, shard: int = DIRECTLY) -> socket.socket:
     return made
 
 
-class RelayThread:
+class RelayThread(Generic[R]):
     """A relay in a thread, from the start until `close`."""
 
-    def __init__(self, relay: PortRelay) -> None:
+    def __init__(self, relay: R) -> None:
         self.relay = relay
         self.port: int = relay.listener.getsockname()[1]
         self.over = threading.Event()
@@ -51,7 +54,7 @@ class RelayThread:
         assert not self.thread.is_alive()
 
 
-def one_port(doors: Mapping[str, int], most: int = 100) -> RelayThread:
+def one_port(doors: Mapping[str, int], most: int = 100) -> RelayThread[PortRelay]:
     """Start the relay of a server with one port.
 
     Args:

@@ -14,7 +14,7 @@ SECRET = "5e" * 32
 NAME = node_name(SECRET, "a worker")
 
 
-class NodeRelayThread(RelayThread):
+class NodeRelayThread(RelayThread[NodeRelay]):
     """A relay of gossip, and what it says of connections that it ends. `port`: 0 takes a free one."""
 
     def __init__(self, most: int = 200, port: int = 0, secret: str = SECRET) -> None:

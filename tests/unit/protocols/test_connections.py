@@ -22,6 +22,7 @@ from narrows.protocols.runtime.network import curve_auth, sockets
 from narrows.protocols.runtime.network.connections import REFUSED_MAX, STRANGERS_MAX, Connections, most_strangers
 from narrows.protocols.runtime.network.curve_auth import CurveKeys, new_pair
 from narrows.protocols.runtime.network.sockets import Peer, Sockets
+from narrows.ps.process.port_relay import PortRelay
 
 MOST = 8
 LIMIT_S = 30.0
@@ -54,7 +55,7 @@ class Door:
     def __init__(self, name: str) -> None:
         self.name, self.shard = name, 1 if name == "CONNECT" else DIRECTLY
         self.port = 0
-        self.relay: RelayThread | None = None
+        self.relay: RelayThread[PortRelay] | None = None
 
     def open(self, server: Sockets) -> str:
         """Have the server listen. Return the address that members dial."""
