@@ -146,6 +146,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python programs that a benchmark starts are forked, as commands of tests are: none of them imports torch again."""
+    from kit import command_forker  # not for tests that need none
+
+    monkeypatch.setattr("subprocess.Popen", command_forker.popen)
+
+
 @pytest.fixture(scope="session")
 def kept_for_kernels(pytestconfig: pytest.Config) -> Path:
     """A folder for kernels that are compiled from compression/, 13 s of a core. Pytest keeps the folder while no source and no

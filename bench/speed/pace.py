@@ -208,9 +208,9 @@ class Team:
         return [json.loads(path.read_text()) for path in paths]
 
 
-def hasten() -> None:
+def hasten(team: Team) -> None:
     """Raise the priority of all processes that this one has started, with the links. They mostly sleep."""
-    left = [os.getpid()]
+    left = [os.getpid(), *(process.pid for process, _ in team.running)]
     while left:
         pid = left.pop()
         for thread in (Path("/proc") / str(pid) / "task").iterdir():
@@ -262,7 +262,7 @@ def started(plan: Plan, workers: int, size: str) -> Iterator[Team]:
         try:
             team.number = 1
             team.phase(max(2, plan.period), 0, 0.0, 1.0, Coding(), START_S)
-            hasten()
+            hasten(team)
             yield team
             Phase(-1, 0).write(folder / "phase")
         finally:

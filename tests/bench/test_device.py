@@ -30,6 +30,7 @@ def test_codes_are_timed(tmp_path: Path) -> None:
     assert "equal to the CPU's" in said
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_a_step_and_its_parts_are_timed(tmp_path: Path) -> None:
     bench = device.Bench(record.Recorder("gpu/device", tmp_path / "out.jsonl"), "host", (), (), 4, 1)
     step = device.step_of(bench, "1.3M", "topk:0.05+int8", str(tmp_path))
@@ -83,6 +84,7 @@ def trained(kind: str, gpu: str, steps: int, workers: int) -> None:
     assert 0 < found.first_step_s < time.time() - began
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_the_loss_of_a_users_script_falls() -> None:
     trained("two", "cpu", 16, 1)
 

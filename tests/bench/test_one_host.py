@@ -38,6 +38,7 @@ def test_the_loss_of_a_step_is_the_mean_over_the_ranks_rows_of_one_batch() -> No
         assert sum(parts) / 2 == pytest.approx(whole(model, 3).item(), rel=1e-6)
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_the_byte_gpt_has_the_same_losses_through_a_server_and_in_ddp() -> None:
     flags = ["--optimizer", "adamw", "--steps", "2", "--rounds", "1", *one_host.gpt_task("1.3M").flags]
     times, told = one_host.measure(["journal", "overlap", "ddp"], flags, workers=2, shards=1, rounds=1)

@@ -21,6 +21,7 @@ needs_lab = pytest.mark.skipif(bool(netns.available()), reason=netns.available()
 
 @needs_lab
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("forked_commands")
 @pytest.mark.parametrize("row", ["ssp, s = 2, cycle:0.15+sign", "DDP"])
 def test_a_plan_has_a_pace(row: str, tmp_path: Path) -> None:
     out = tmp_path / "pace.jsonl"

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +82,38 @@ def until(done: Callable[[], Any], what: object, limit_s: float = LIMIT_S) -> An
 class Command:
     """A started command, with its output so far."""
 
-    def __init__(self, words: tuple[str, ...], env: dict[str, str], cwd: Path | None) -> None:
+    def __init__(
+        self,
+        words: tuple[str, ...],
+        env: dict[str, str],
+        cwd: Path | None,
+        out: str = "",
+        terminal: int = -1,
+        within: int = 0,
+    ) -> None:
         self.words = words
         self.files = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]  # noqa: SIM115 - closed by end
         self.process: subprocess.Popen[str] | Forked
-        # A check begins as torch is imported.
-        forker = forker_of(env) if words[0] in FORKED and "--check" not in words else None
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(os.devnull)), *self.files]
+            if out:
+                files[1] = stack.enter_context(open(out, "w"))
+            fds = [terminal] * 3 if terminal >= 0 else [file.fileno() for file in files]
+            self._start(words, env, cwd, fds, within)
+
+    def _start(
+        self, words: tuple[str, ...], env: dict[str, str], cwd: Path | None, fds: list[int], within: int
+    ) -> None:
+        forker = forker_of(env) if words[0] in FORKED else None
         if forker is not None:
-            self.process = forker.fork(words, env, cwd, self.files)
+            self.process = forker.fork(words, env, cwd, fds, within)
             return
+        assert not within, f"{words[0]} is not forked"
         self.process = subprocess.Popen(
             [str(BIN / words[0]), *words[1:]],
-            stdin=subprocess.DEVNULL,
-            stdout=self.files[0],
-            stderr=self.files[1],
+            stdin=fds[0],
+            stdout=fds[1],
+            stderr=fds[2],
             env=env,
             cwd=cwd,
             start_new_session=True,
@@ -140,17 +158,34 @@ class Command:
 
 
 @contextmanager
-def started(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Iterator[Command]:
-    command = Command(words, environment(env), cwd)
+def started(
+    *words: str,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    out: str = "",
+    terminal: int = -1,
+    within: int = 0,
+) -> Iterator[Command]:
+    """Start a command, and end it after the context.
+
+    Args:
+        words: the command and its arguments.
+        env: variables beside those of `environment`.
+        cwd: its working folder.
+        out: a file for its stdout, in place of one for `Command.out`.
+        terminal: a descriptor for its stdin, stdout and stderr; -1: it reads nothing, and the test reads its files.
+        within: the pid of a process to whose namespaces a forked command belongs; 0: it belongs to those of this thread.
+    """
+    command = Command(words, environment(env), cwd, out, terminal, within)
     try:
         yield command
     finally:
         command.end()
 
 
-def finished(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> tuple[int, str, str]:
-    """Run a command, and return its exit code, stdout and stderr."""
-    with started(*words, env=env, cwd=cwd) as command:
+def finished(*words: str, **more: Any) -> tuple[int, str, str]:
+    """Run a command, and return its exit code, stdout and stderr. The arguments are those of `started`."""
+    with started(*words, **more) as command:
         code = command.wait()
         return code, command.out, command.err
 
@@ -236,7 +271,7 @@ def free_ports(count: int) -> int:
     """Return the first of `count` consecutive free ports."""
     for _ in range(PLACE_SIZE):
         ports = [PLACE + next(_looked_at) % PLACE_SIZE for _ in range(count)]
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError), ExitStack() as stack:
             for port in ports:
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
             if ports[-1] - ports[0] == count - 1:  # else they go over the end of the place

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from kit import reference
+from kit.processes import finished
 from kit.scripts import flat, run
 from kit.tasks import load
 from torch import nn
@@ -240,11 +239,10 @@ def test_its_commands_train_and_send_what_they_should(example: ModuleType, tmp_p
     for command in commands:
         words = command.replace("-n 4", "-n 2").replace("--dense 80", "--dense 15").split()
         words[words.index("examples/onebit_adam.py")] = str(EXAMPLE)
-        words = [sys.executable, "-m", "narrows.worker.command.cli", *words, *SMALL]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=110, cwd=tmp_path)
-        told = re.findall(r"^loss ([0-9.]+) \(rank \d, ([0-9,]+) bytes up", done.stdout, re.M)
-        assert done.returncode == 0 and len(told) == 2, done.stderr
-        assert "was changed" not in done.stderr and told[0][0] == told[1][0]
+        code, out, err = finished("ps-worker", *words, *SMALL, cwd=tmp_path)
+        told = re.findall(r"^loss ([0-9.]+) \(rank \d, ([0-9,]+) bytes up", out, re.M)
+        assert code == 0 and len(told) == 2, err
+        assert "was changed" not in err and told[0][0] == told[1][0]
         losses.append(float(told[0][0]))
         up.append(min(int(sent.replace(",", "")) for _, sent in told))  # the other worker sends the first weights too
     args = example.arguments(SMALL)

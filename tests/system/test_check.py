@@ -69,8 +69,14 @@ def told(lines: list[str], kind: str) -> list[str]:
     return [line.removeprefix(kind).strip() for line in lines if line.startswith(kind)]
 
 
-def test_a_good_script_is_fine(check: Callable[..., tuple[int, list[str], str]]) -> None:
-    """It ends after two steps of 16, its `finally` runs, and nothing else saw how it ended."""
+def test_a_good_script_is_fine(
+    check: Callable[..., tuple[int, list[str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after two steps of 16, its `finally` runs, and nothing else saw how it ended.
+
+    Here ps-worker is an interpreter of its own, and its fork server installs the hooks.
+    """
+    monkeypatch.setattr("kit.processes.FORKED", {})
     flags = ("--sync", "ssp", "--compress", "topk:0.5+int8", "--link", "100mbit,20ms", "-n", "4")
     code, lines, err = check(*flags)
     assert code == 0, err

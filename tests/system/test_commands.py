@@ -24,7 +24,7 @@ import click
 import pytest
 import torch
 import zmq
-from kit.processes import BIN, LIMIT_S, ROOT, SCRIPT, Worker, environment, finished, sentences, serving, started, until
+from kit.processes import LIMIT_S, ROOT, SCRIPT, Worker, environment, finished, sentences, serving, started, until
 from kit.trace_format import checked as checked_trace
 from kit.trace_format import flows
 from safetensors.torch import load_file
@@ -681,25 +681,16 @@ LIVE_STEPS = 400  # so many that ps-worker updates its live line in between; a r
 def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -> None:
     path = script(SCRIPT % "print('a bar\\rstep', step_count())")
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [str(BIN / "ps-worker"), "-n", "2", path, str(LIVE_STEPS)], env=environment({"TERM": "xterm", "COLUMNS": "100"}),
-        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-    )  # fmt: skip
-    os.close(theirs)
-    said = b""
-    try:
+    env, said = {"TERM": "xterm", "COLUMNS": "100"}, b""
+    with open(ours, "rb"), started("ps-worker", "-n", "2", path, str(LIVE_STEPS), env=env, terminal=theirs) as command:
+        os.close(theirs)
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline and select.select([ours], [], [], deadline - time.monotonic())[0]:
             try:
                 said += os.read(ours, 1 << 16)
             except OSError:  # its end, where it is a terminal
                 break
-        assert process.wait(LIMIT_S) == 0
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        os.close(ours)
+        assert command.wait() == 0
     assert re.search(rb"\] clock \d+ .*loss \d.*\r(\x1b\[1A)?\x1b\[2K", said, re.S), said  # shown, and taken back
     assert b"a bar" not in said  # what a script's own bar ended with is its line
     assert b"importing torch ..." in said.partition(b"] clock ")[0]  # from the start
@@ -714,14 +705,10 @@ def test_a_breakpoint_talks_to_the_terminal(script: Callable[[str], str]) -> Non
     """Though the script's stdout is a pipe of ps-worker; nothing of the run's progress is in between."""
     path = script(SCRIPT % "mine = 40 + step_count()\n    if step_count() == 2: breakpoint()")
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [str(BIN / "ps-worker"), path, "3"], env=environment({"TERM": "dumb"}), stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True,
-    )  # fmt: skip
-    os.close(theirs)
     said, asked = b"", [(b"(Pdb) ", b"p 'it is', mine\n"), (b"('it is', 42)", b"c\n")]
-    deadline = time.monotonic() + LIMIT_S
-    try:
+    with open(ours, "rb"), started("ps-worker", path, "3", env={"TERM": "dumb"}, terminal=theirs) as command:
+        os.close(theirs)
+        deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline and select.select([ours], [], [], deadline - time.monotonic())[0]:
             try:
                 said += os.read(ours, 1 << 16)
@@ -729,12 +716,7 @@ def test_a_breakpoint_talks_to_the_terminal(script: Callable[[str], str]) -> Non
                 break
             if asked and asked[0][0] in said:
                 os.write(ours, asked.pop(0)[1])
-        assert process.wait(LIMIT_S) == 0 and not asked, said
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        os.close(ours)
+        assert command.wait() == 0 and not asked, said
     assert b"a worker is in the debugger" in said and b"] clock" not in said.partition(b"(Pdb) ")[2], said
 
 

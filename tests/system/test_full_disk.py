@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from kit.processes import BIN, SCRIPT, Worker, environment, finished, serving, until
+from kit.processes import SCRIPT, Worker, finished, serving, started, until
 from safetensors.torch import load_file
 
-MOUNTED = ["unshare", "--map-root-user", "--mount", "sh", "-ec"]
-SMALL = 'mount -t tmpfs -o size=$1 none "$2"; shift 2; exec "$@"'  # a disk of so many bytes at this folder
+MOUNTED = [shutil.which("unshare") or "unshare", "--map-root-user", "--mount", "sh", "-ec"]
+SMALL = 'mount -t tmpfs -o size=$1 none "$2"; echo mounted; exec sleep 600'  # a disk of so many bytes at this folder
 
 
 def mounts() -> bool:
@@ -24,9 +25,7 @@ def mounts() -> bool:
 def test_a_run_goes_on_where_console_and_record_take_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT % 'print("a line")')
     words = ("ps-worker", "--record", "/dev/full", "--checkpoint-dir", "run", "train.py", "20")
-    code, _, said = finished(
-        "/bin/sh", "-c", 'exec "$0" "$@" >/dev/full', str(BIN / words[0]), *words[1:], cwd=tmp_path
-    )
+    code, _, said = finished(*words, cwd=tmp_path, out="/dev/full")
     assert code == 0, said
     for name in ("stdout", "--record /dev/full"):
         assert said.count(f"ps-worker: {name}: No space left on device; the run goes on") == 1, said
@@ -53,10 +52,10 @@ def test_a_model_that_a_full_disk_does_not_take_is_named(tmp_path: Path) -> None
     disk = tmp_path / "disk"
     disk.mkdir()
     flags = ("--compress", "dense", "--checkpoint-every", "0", "--checkpoint-dir", str(disk / "run"))
-    words = [*MOUNTED, SMALL, "sh", "800k", str(disk), str(BIN / "ps-worker"), *flags, "train.py", "2"]
-    ended = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
-    said = ended.stderr
-    assert ended.returncode == 7, said
+    with started(*MOUNTED, SMALL, "sh", "800k", str(disk)) as mounted:
+        until(lambda: "mounted" in mounted.out, mounted)
+        code, _, said = finished("ps-worker", *flags, "train.py", "2", cwd=tmp_path, within=mounted.pid)
+    assert code == 7 and not [*disk.iterdir()], said
     assert (
         f"the run was trained, but {disk / 'run' / 'model.safetensors'} is missing: shard 0: {disk / 'run'}: No space"
         in said

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 from kit.gossip_reference import TRAINS, ends
 from kit.in_process import together
-from kit.processes import BIN, Command, Worker, descendants, finished, serving, started, until
+from kit.processes import Command, Worker, descendants, finished, serving, started, until
 from kit.scripts import flat
 from lab import netns
 from lab.link import Way
@@ -38,9 +37,9 @@ SOON = ("--lease", "4")
 @contextmanager
 def at(host: netns.Host, *words: str, cwd: Path) -> Iterator[Command]:
     """A command on a host of the lab."""
-    ip = shutil.which("ip")
-    assert ip is not None
-    with started(ip, "netns", "exec", host.netns, str(BIN / words[0]), *words[1:], cwd=cwd) as command:
+    with ExitStack() as stack:
+        with host.inside():
+            command = stack.enter_context(started(*words, cwd=cwd))
         yield command
 
 

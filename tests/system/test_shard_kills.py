@@ -26,7 +26,9 @@ from narrows.ps.journal.journal import files
 
 BELOW = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
 RATE = 0.001  # of hundreds of steps, which must not end in noise
-STALL_S = 5.0  # half a lease; mostly half a second, and 2.0 and 2.8 once each in whole runs
+# Half a lease. A kill mostly costs half a second, on a busy machine a second. Three or four of them may hit one step: the next
+# comes as soon as a shard's successor has bound its port, and 2.0 and 2.8 s were seen in whole runs.
+STALL_S = 5.0
 
 
 class Killer(threading.Thread):

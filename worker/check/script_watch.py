@@ -52,7 +52,10 @@ class CheckedScript(SystemExit):
 
 
 class ScriptWatch:
-    """Watches this process. An update is encoded with `specs`; `tell(event, **values)` sends a fact to ps-worker."""
+    """Watches this process. `tell(event, **values)` sends a fact to ps-worker.
+
+    An update is encoded with `specs`. In a process that is forked later, those that its own environment names count.
+    """
 
     def __init__(self, specs: list[str], tell: Tell) -> None:
         self.specs, self.tell = specs, tell
@@ -93,7 +96,8 @@ class ScriptWatch:
     def here(self) -> bool:
         """Whether this process is watched: the environment of each forked worker has the variable."""
         if self.process[0] != os.getpid():
-            self.process = os.getpid(), bool(take("watch")) and not is_child()
+            self.specs = [*take("watch")]
+            self.process = os.getpid(), bool(self.specs) and not is_child()
         return self.process[1]
 
     def _report(self, what: str, **values: Any) -> None:

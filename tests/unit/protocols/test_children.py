@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,6 @@ from kit.processes import GONE_S, alive, environment, until
 
 from narrows.protocols.runtime.processes.children import (
     FORKER,
-    PIPES_END_S,
     ChildProcesses,
     Event,
     StartedChild,
@@ -111,14 +111,43 @@ def test_a_child_leads_a_group_that_is_ended_with_it(start: Start) -> None:
     until(lambda: not alive(grandchild), "what it started to be gone", GONE_S)
 
 
-def test_who_keeps_the_pipes_of_a_child_holds_up_its_end_for_a_while_only(start: Start) -> None:
+def test_who_keeps_the_pipes_of_a_child_holds_up_its_end_for_a_while_only(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("narrows.protocols.runtime.processes.children.PIPES_END_S", 0.5)
     began = time.monotonic()
     children, child = start("import subprocess\nsubprocess.Popen(['sleep', '600'])")
     try:
         assert everything(children) == [(7, "exit", 0)]
-        assert PIPES_END_S <= time.monotonic() - began < PIPES_END_S + GONE_S
+        assert 0.5 <= time.monotonic() - began < 0.5 + GONE_S
     finally:
         child.kill()
+
+
+def writers(pipe: str) -> set[int]:
+    """The processes that can write to a pipe, by the text of its links in /proc/PID/fd."""
+    found = set[int]()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == pipe:
+                flags = (link.parents[1] / "fdinfo" / link.name).read_text().split("flags:")[1].split()[0]
+                found |= {int(link.parts[2])} if int(flags, 8) & os.O_WRONLY else set()
+    return found
+
+
+def test_no_child_has_the_pipes_of_a_sibling(children: ChildProcesses, tmp_path: Path) -> None:
+    """Else the end of a killed shard would be known only PIPES_END_S later, and its successor would start late."""
+    (tmp_path / "script.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)")
+    both = [children.start(index, [str(tmp_path / "script.py")], ENV, listens={1: "event"}) for index in range(2)]
+    try:
+        for _ in both:
+            event = children.next(GONE_S)
+            assert event is not None and event[2] == "begun"
+        assert [writers(os.readlink(f"/proc/{child.pid}/fd/1")) for child in both] == [{child.pid} for child in both]
+    finally:
+        for child in both:
+            child.kill()
+            assert everything(children)[-1][1:] == ("exit", -signal.SIGKILL)
 
 
 def test_a_child_forked_too_late_has_nothing_of_the_one_in_its_place(
