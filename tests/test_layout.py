@@ -550,7 +550,7 @@ def g(): return parse("dense"), ladder("dense"), json.parse(x), {"compress": "de
 
 # Attributes of objects of Python, NumPy, Numba, torch and trainers, which have no verb for what is assigned here.
 FOREIGN_ATTRIBUTES = {
-    *("atexit", "writeable", "_cache", "__loader__", "grad", "data", "param_groups", "_opt_called"),
+    *("atexit", "writeable", "_cache", "__loader__", "grad", "data", "__class__", "param_groups", "_opt_called"),
     *("tempdir", "argv", "orig_argv", "excepthook", "backward", "__iter__"),
     *("global_step", "best_model_checkpoint", "_initial_global_step", "_globalstep_last_logged"),
     *("optimizers", "save_checkpoint", "remove_checkpoint", "lightning_module_state_dict", "_batches_that_stepped"),

@@ -43,8 +43,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             own parameters.
         model: the module that is trained. The worker declares its parameters to the server when it joins.
         overlap: gradients leave during the last backward pass of a step, in modes that push gradients. The script must
-            then leave p.grad untouched until step(). (Pushed updates hide the link behind the next forward and backward
-            pass anyway.)
+            then leave p.grad untouched until step(). Behind a barrier step() returns while the new state is on its way, and
+            a parameter waits for its values at its first use. (Pushed updates hide the link behind the next forward and
+            backward pass anyway.)
         accumulate: the number of backward passes that make a step. Only `overlap` reads it.
         max_grad_norm: the L2 norm to which all gradients together are clipped. Where gradients are pushed the server
             clips the folded mean, as DDP does; else each worker clips its own gradients.

@@ -26,7 +26,7 @@ import hashlib
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -63,6 +63,7 @@ class FlatSpace:
     """
 
     fsdp: Sequence[Any] = ()  # the modules that FSDP2 has sharded
+    announced: bool = False  # what comes counts as written already (`announce`)
 
     def __init__(self, names: list[str], parameters: Sequence[torch.Tensor], offsets: list[int]) -> None:
         self.names, self.parameters, self.offsets = names, list(parameters), offsets
@@ -148,7 +149,7 @@ class FlatSpace:
     @torch.no_grad()
     def write_keys(self, begin: int, values: Array) -> None:
         """Set keys [begin, begin + len(values)) of the parameters to `values`, float32[n]."""
-        with writing(self, begin, begin + len(values)):
+        with nullcontext() if self.announced else writing(self, begin, begin + len(values)):
             self._write_keys(begin, values)
 
     def _write_keys(self, begin: int, values: Array) -> None:
@@ -369,6 +370,21 @@ def writing(flat: FlatSpace, begin: int, end: int) -> Iterator[None]:
                 if flat.versions[tensor] == version:
                     flat.versions[tensor] = parameter._version
         reshard(flat)
+
+
+def announce(flat: FlatSpace, coming: bool) -> None:
+    """Count all parameters as written now: until another call their versions do not change when they are.
+
+    Nobody uses a parameter before its values have come, so a graph of autograd has the new values from here on.
+
+    Args:
+        flat: the parameters.
+        coming: values of all parameters will be written; False: they have been.
+    """
+    if coming:
+        with writing(flat, *flat.keys):
+            pass
+    flat.announced = coming
 
 
 def reshard(flat: FlatSpace) -> None:

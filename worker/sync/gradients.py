@@ -5,18 +5,21 @@ The main thread owns it. With overlap, autograd's threads send parts of a gradie
 How it works
 
     without overlap    backward ........ step(): reduce, push gradient, wait for the state | next forward
-    with overlap       backward ........ step(): first part of each shard, wait            | next forward
-                       parts leave
+    with overlap       backward ........ step(): first part of each shard                  | next forward
+                       parts leave                                                           waits layer by layer
 
 1. `step` calls the step hooks of the script's optimizer before the push and after the new state has come. The optimizer
    itself never steps here.
 2. Each push carries the hyper-parameters of the parameter groups, and names the tensors without a gradient.
 3. If a gradient is not finite, an update of weight 0 is pushed. With --dp-noise it is noise.
+4. With overlap step() returns while the state is on its way, if the parameters are the pulled state. Each parameter waits
+   for its own values at its first use (`AwaitedParameters`). `arrive` waits for all: before the next gradient leaves, and
+   before all else that this class does.
 
 Rules
 - The parameters are the pulled state.
-- With a staleness bound of 0 only a state that step() waits for changes the parameters, and gradients stay in place
-  until their push is folded. So neither parameters nor gradients need a copy (`WorkerArrays.direct`).
+- With a staleness bound of 0 only the state of the newest step changes the parameters, before the script uses them. Without
+  overlap gradients stay in place until their push is folded. So neither need a copy (`WorkerArrays.direct`).
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import pack
 from narrows.worker.model.arrays import SharedWeights, WorkerArrays
+from narrows.worker.model.awaited_parameters import AwaitedParameters, compiled, why_not
 from narrows.worker.model.flat import FloatArray
 from narrows.worker.model.optimizers import call_step_hooks, each_of, why_whole
 from narrows.worker.runtime.launcher_pipe import say_here
@@ -141,6 +145,7 @@ class GradientStep(UpdateStep):
             )
         self.hooks = [each.register_load_state_dict_post_hook(self._loaded) for each in each_of(engine.inner)]
         self.overlap: GradientOverlap | None = None
+        self.awaited: AwaitedParameters | None = None  # None: step() always waits for the whole state
         if overlap and not engine.tuning.up_raw:
             raise UsageError(
                 f"overlap=True sends gradients part by part, --compress {engine.settings.compress} codes all of them "
@@ -148,15 +153,21 @@ class GradientStep(UpdateStep):
             )
 
     def begin(self, event: e.MemberStarted) -> None:
-        super().begin(event)
+        with torch._C.DisableTorchFunctionSubclass():
+            super().begin(event)
+        if self.awaited is not None:
+            self.awaited.recount()
         if self.overlap is not None and len(self.overlap.cuts) != len(event.ranges):
             self.overlap.cut(list(event.ranges))
         if self.passes and self.overlap is None:
             self.overlap = GradientOverlap(
-                self.engine.flat, list(event.ranges), self.passes, self._landed, self.engine.home
+                self.engine.flat, list(event.ranges), self.passes, self._landed, self.engine.home, self.arrive
             )
+            if self.arrays.direct and self.mode.barrier and not why_not(self.engine.flat):
+                self.awaited = AwaitedParameters(self.engine.flat, self._wait, self.arrive)
 
     def end_kind(self) -> None:
+        self.awaited = None  # of a start, in which step() waits for the whole state
         for hook in self.hooks:
             hook.remove()
         if self.overlap is not None:
@@ -165,7 +176,13 @@ class GradientStep(UpdateStep):
         self.shards.let_leave(False)
 
     def handle(self, event: MemberEffect) -> None:
-        super().handle(event)
+        with torch._C.DisableTorchFunctionSubclass():  # what handles events waits for none
+            super().handle(event)
+        if self.awaited is not None:
+            if isinstance(event, e.StatePart):
+                self.awaited.arrived(event.state.begin, event.state.end)
+            elif isinstance(event, e.MemberResharded):
+                self.awaited.recount()
         if (
             isinstance(event, e.MemberResharded) and self.overlap is not None
         ):  # no part has left: ready() waits for the move
@@ -173,6 +190,8 @@ class GradientStep(UpdateStep):
 
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         super().ready(limit_s)
+        if self.awaited is not None and self.awaited.pending:
+            self.awaited.end()
         if self.overlap is not None:  # parts that leave in backward need room in the window
             self.shards.wait_window()
         if self.overlap is not None:  # the start of the run may have ended meanwhile
@@ -193,6 +212,7 @@ class GradientStep(UpdateStep):
         return super().resume()
 
     def idle(self) -> None:
+        self.arrive()
         if self.overlap is not None:
             self._drop(self.overlap)
         super().idle()
@@ -200,7 +220,42 @@ class GradientStep(UpdateStep):
             self.shards.wait_window()  # async: this worker may hold, and parts that leave are of an update that is pushed
             self._open(self.overlap)
 
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Wait for parameters of the state that is on its way."""
+        self.engine.waiting.until(done, WAIT_LIMIT_S, f"a state for clock {self.shards.clock}")
+
+    def arrive(self) -> None:
+        """Wait until all parameters have their new values, and let gradients of the next backward pass leave.
+
+        If this worker had to rejoin meanwhile, the parameters that the script has used may be of two states. Then no
+        gradient leaves, and the next step() drops those that the script makes (`resume`).
+        """
+        awaited, overlap = self.awaited, self.overlap
+        if awaited is None or overlap is None or not awaited.pending:
+            return
+        with awaited.lock:
+            if awaited.pending:
+                epoch = self.composed
+                self.ready()
+                if self.composed != epoch:
+                    self._drop(overlap)
+                    self.composed = epoch
+
+    @property
+    def may_await(self) -> bool:
+        """True if step() may return while the state is on its way."""
+        return self.awaited is not None and not self.engine.settings.starting and not compiled()
+
+    @property
+    def staleness(self) -> int:
+        return 0 if self.awaited is not None and self.awaited.pending else super().staleness
+
+    def shared(self) -> SharedWeights:
+        self.arrive()
+        return super().shared()
+
     def step(self, closure: Callable[[], Any] | None) -> Any:
+        self.arrive()
         if self.overlap is None:
             self.shards.wait_window()
         if self.resume() and self.drops(closure):
@@ -215,7 +270,10 @@ class GradientStep(UpdateStep):
             self._push()
         else:
             self.shards.skip()
-        self.ready()
+        if self.awaited is not None and self.may_await:
+            self.awaited.begin()
+        else:
+            self.ready()
         if not self.engine.skips.newest:
             self._hooks(after=True)
         return loss
@@ -276,6 +334,7 @@ class GradientStep(UpdateStep):
 
     def flush(self, last: bool) -> SharedWeights:
         """Pull the model to end with. No gradient is left to send, and a residual of gradients is not sent."""
+        self.arrive()
         if self.overlap is not None:
             self._drop(self.overlap)
         self.shards.wait_window()

@@ -44,6 +44,7 @@ class GradientOverlap:
         accumulate: backward passes of a step.
         send: sends one part; autograd's threads call it.
         home: where the worker's arrays live.
+        begins: called in a backward pass before the first gradients leave: it may call `open`.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class GradientOverlap:
         accumulate: int,
         send: SendPart,
         home: Home[Array] = HOST,
+        begins: Callable[[], None] = lambda: None,
     ) -> None:
-        self.flat, self.accumulate, self.send, self.home = flat, accumulate, send, home
+        self.flat, self.accumulate, self.send, self.home, self.begins = flat, accumulate, send, home, begins
         self.lock = threading.Lock()
         self.target: FloatArray | None = None
         self.pid = os.getpid()  # in a forked process the hooks do nothing
@@ -100,6 +102,8 @@ class GradientOverlap:
         def ready(parameter: torch.Tensor) -> None:
             if os.getpid() != self.pid:
                 return
+            if self.target is None:
+                self.begins()
             with self.lock:
                 self.calls[tensor] += 1
                 if self.calls[tensor] == self.accumulate and self.target is not None and parameter.grad is not None:
