@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from narrows.compression import warm_up
+from narrows.compression import logits, warm_up
 
 if __name__ == "__main__":
-    warm_up(lambda text: print(text, file=sys.stderr))
+    for each in (warm_up, logits.warm_up):
+        each(lambda text: print(text, file=sys.stderr))

@@ -49,11 +49,18 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Logits of the next byte at each position. tokens: int64[batch, CONTEXT]."""
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean loss of the next byte. tokens: int64[batch, CONTEXT]."""
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        logits = self.head(self.norm(self.blocks(x)))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return next_byte_loss(self.logits(tokens), tokens)
+
+
+def next_byte_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def rate(step: int, steps: int) -> float:

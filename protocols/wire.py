@@ -21,7 +21,7 @@ from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.messages import KIND_OF, KINDS, Buffer, Message
 
 MAGIC = b"NRWS"
-VERSION = 26
+VERSION = 27
 PREFIX_BYTES = len(MAGIC) + 1
 HEADER_BYTES_MAX = 64 << 20  # large, because a ModelSpec names every tensor and a Ready holds the module buffers
 FIELDS_BYTES_MAX = 4 << 20  # of a header or packed field, without raw bytes: as Python objects up to 64 times as much

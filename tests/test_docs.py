@@ -18,6 +18,7 @@ from narrows.ps.command import plot, top
 from narrows.ps.command.planning import plan, probe
 from narrows.worker import DistributedOptimizer
 from narrows.worker.command import cli as worker_cli
+from narrows.worker.command import teach
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES_MAX = {"README.md": 130, "docs/architecture.md": 200, "docs/glossary.md": 150}
@@ -31,6 +32,7 @@ COMMANDS: dict[str, click.Command] = {
     "ps-plot": plot.command,
     "ps-probe": probe.command,
     "ps-plan": plan.command,
+    "ps-teach": teach.command,
 }
 NAMING = ("To find", "To add or change")  # sections of docs/architecture.md that name files, with classes and functions
 CELL_MAX = 120  # characters in a cell of docs/architecture.md
@@ -104,7 +106,8 @@ def lines_of_commands(page: str) -> list[list[str]]:
     indented = re.findall(r"^(?: {4}.*\n)+", without_code(page), re.M)
     lines = "\n".join([*fenced, *indented]).replace("\\\n", " ").splitlines()
     found = [
-        re.split(r"(?:^|[\s/;&])(?=ps-(?:serve|worker|top|plot|probe|plan)\s)", line.split("  #")[0]) for line in lines
+        re.split(r"(?:^|[\s/;&])(?=ps-(?:serve|worker|top|plot|probe|plan|teach)\s)", line.split("  #")[0])
+        for line in lines
     ]
     return [re.split(r"&&|[|>]", part)[0].split() for parts in found for part in parts[1:]]
 

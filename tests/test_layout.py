@@ -43,6 +43,7 @@ RUNNERS = (
     *("ps/dashboard/run_watch.py", "ps/dashboard/web.py"),  # the process of ps-serve: its record and its pages
     "ps/dashboard/record_reader.py",  # records, here or in a store
     *("worker/session.py", "worker/runtime/", "worker/command/", "worker/integrations/", "worker/pipelining/"),
+    "worker/distillation/",
     *("worker/group/group_link.py", "worker/checkpoint/", "worker/data/loader_states.py"),  # files of a worker
 )
 # Machines: no I/O, and time is an argument. In the first alone the runtime is an exception.
@@ -552,7 +553,7 @@ def g(): return parse("dense"), ladder("dense"), json.parse(x), {"compress": "de
 FOREIGN_ATTRIBUTES = {
     *("atexit", "writeable", "_cache", "__loader__", "grad", "data", "__class__", "param_groups", "_opt_called"),
     *("tempdir", "argv", "orig_argv", "excepthook", "backward", "__iter__"),
-    *("global_step", "best_model_checkpoint", "_initial_global_step", "_globalstep_last_logged"),
+    *("global_step", "best_model_checkpoint", "_initial_global_step", "_globalstep_last_logged", "base_dataloader"),
     *("optimizers", "save_checkpoint", "remove_checkpoint", "lightning_module_state_dict", "_batches_that_stepped"),
 }
 ASSIGNED_ELSEWHERE: dict[str, set[str]] = {  # path: attributes, each with the reason

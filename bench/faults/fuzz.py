@@ -25,10 +25,12 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
+import torch
 
 from narrows.compression import PayloadError, SpecError, codecs, ladder, parse, rows
 from narrows.compression import device as on_device
 from narrows.compression.device import kernels_for
+from narrows.compression.logits import parse_logits
 from narrows.compression.value_codings import INT8
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
@@ -40,6 +42,7 @@ from narrows.protocols.member import heartbeat_summary
 from narrows.protocols.wire import decode, encode, pack, unpack
 from narrows.ps.shard.folding import unpack_hyper
 from narrows.worker.checkpoint.server_state import unpack_rows
+from narrows.worker.distillation import batches
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -49,6 +52,7 @@ LIMIT_S = 10  # for one input
 MEMORY_MB = 2048
 MUTATIONS = 2000  # of a target without atheris
 LENGTH_MAX = 1 << 16  # bytes of an input
+INSTRUMENTED = ("narrows.compression", "narrows.protocols", "narrows.ps", "narrows.worker.distillation")
 
 SPECS = (
     *("dense", "lz4", "fp16", "bf16", "int8", "int4", "2bit", "sign", "uint8minmax", "int8+lz4", "topk:0.05+int8+lz4"),
@@ -154,6 +158,42 @@ def of_rows(data: bytes) -> None:
     assert same and (again.indices == found.indices).all()
 
 
+# (SPEC, classes, tokens) of answers of a teacher; the first byte of an input says which.
+ANSWERS = (
+    *(("top:3+int8", 20, 2), ("top:5+int4", 5, 1), ("top:7+fp16", 100, 3), ("top:32+int4", 50257, 4)),
+    *(("top:64+int8", 100, 1), ("top:2+fp16", (1 << 32) - 1, 2), ("top:1+int8", 1, 1)),
+)
+
+
+def answer_seeds() -> Iterator[bytes]:
+    for which, (spec, classes, tokens) in enumerate(ANSWERS):
+        coding = parse_logits(spec)
+        kept = coding.kept(classes)
+        ids = np.tile(np.linspace(0, classes - 1, kept).astype(np.int64), (tokens, 1))
+        for spread in (0, 3):
+            given = spread * _values(tokens * kept, which).reshape(tokens, kept).astype(np.float64)
+            given -= np.log(np.exp(given).sum(1, keepdims=True)) + 0.1
+            yield bytes([which]) + coding.pack(coding.encode(given.astype(np.float32), ids, classes), classes)
+
+
+def answer(data: bytes) -> None:
+    """A teacher's answer to what a student has asked for."""
+    spec, classes, tokens = ANSWERS[data[0] % len(ANSWERS)]
+    coding = parse_logits(spec)
+    try:
+        records = coding.open(data[1:], classes, tokens)
+    except PayloadError as error:
+        raise Refused from error
+    log_probs, ids = coding.decode(records, classes)
+    assert np.isfinite(log_probs).all() and (log_probs <= 0).all(), "these are no log-probabilities"
+    assert (np.exp(log_probs.astype(np.float64)).sum(1) < 1.00001).all(), "they sum above 1"
+    assert (np.diff(ids, axis=1) > 0).all() and 0 <= ids.min() <= ids.max() < classes, "these are not rising classes"
+    assert coding.pack(records, classes) == data[1:], "the payload has another form"
+    again = coding.encode(log_probs, ids, classes)
+    size = coding.values.byte_count(ids.shape[1])
+    assert (again[:, size:] == records[:, size:]).all(), "the ids have another form"
+
+
 def packed_seeds() -> Iterator[bytes]:
     tables = (TableSpec("c", 10, 3, 1, 0.5, "SparseAdam"),)
     plan = ModelSpec(
@@ -222,6 +262,33 @@ def text(data: bytes) -> None:
         raise Refused from error
 
 
+def request_seeds() -> Iterator[bytes]:
+    """Fields and payload of a student's request: the length of the fields, the number of samples, both."""
+    ids = torch.tensor([[1, 2, 3], [4, 5, 60000]])
+    for inputs in (
+        ids,
+        {"input_ids": ids, "attention_mask": ids > 2},
+        {"x": torch.zeros(2, 1, 2, dtype=torch.bfloat16), "y": torch.tensor([1.5, 2.5]).double()},
+    ):
+        there = batches.samples_of(inputs)
+        fields = there.packed_fields
+        yield bytes((len(fields), len(there))) + fields + there.payload(np.arange(len(there)))
+
+
+def request(data: bytes) -> None:
+    """A request of a student, as its teacher opens it."""
+    fields, rest = data[2 : 2 + data[0]], data[2 + data[0] :]
+    try:
+        found = batches.opened(fields, rest, max(1, data[1]))
+    except NarrowsError as error:
+        raise Refused from error
+    rows = np.arange(len(found))
+    there = batches.tensors(found, rows, torch.device("cpu"))
+    assert all(len(each) == len(found) for each in there.values()) and len(found.digests()) == len(found)
+    again = batches.opened(found.packed_fields, found.payload(rows), len(found))
+    assert again.digests() == found.digests() and found.payload(rows) == rest
+
+
 class Target(NamedTuple):
     run: Callable[[bytes], None]
     seeds: Callable[[], Iterator[bytes]]
@@ -231,8 +298,10 @@ TARGETS = {
     "frames": Target(frames, frame_seeds),
     "payload": Target(payload, payload_seeds),
     "rows": Target(of_rows, row_seeds),
+    "answer": Target(answer, answer_seeds),
     "packed": Target(packed, packed_seeds),
     "text": Target(text, text_seeds),
+    "request": Target(request, request_seeds),
 }
 
 
@@ -289,7 +358,7 @@ def fuzz(name: str, seconds: int, folder: Path) -> None:
     import atheris
 
     for owner in list(sys.modules.values()):
-        if getattr(owner, "__name__", "").startswith(("narrows.compression", "narrows.protocols", "narrows.ps")):
+        if getattr(owner, "__name__", "").startswith(INSTRUMENTED):
             instrument(owner, owner.__name__, atheris.instrument_func)
     corpus = folder / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
@@ -310,7 +379,7 @@ def fuzz(name: str, seconds: int, folder: Path) -> None:
 @click.option("--inside", is_flag=True, hidden=True)
 @record.out_option("faults/fuzz")
 def main(names: tuple[str, ...], seconds: int, without_atheris: bool, inside: bool, out: Path) -> None:
-    """Fuzz decoders: frames, payload, rows, packed, text; all by default."""
+    """Fuzz decoders: frames, payload, rows, answer, packed, text, request; all by default."""
     if inside:
         fuzz(names[0], seconds, launch.OUT / "fuzz" / names[0])
     failed, recorder = [], record.Recorder("faults/fuzz", out)

@@ -67,6 +67,11 @@ class Summary:
     way: int = 0  # index in WAYS, of the slowest of the member's links to shards
     relayed: int = 0  # 1: peers reach the member through a relay (gossip)
     relay_bytes: int = 0  # counter: bytes of these peers, both ways, as the relay counts them
+    # Of the worker's teachers (distillation); 0 without any.
+    teacher_bytes_up: int = 0  # counter: whole messages sent to them
+    teacher_bytes_down: int = 0  # counter: whole messages received from them
+    teacher_missed: int = 0  # counter: batches without soft targets
+    teacher_seconds: float = 0.0  # counter: of `wait_seconds`, those for answers of a teacher
 
     def counted(self, staleness: int) -> tuple[int, ...]:
         """Return `stale` with one more step of this staleness."""

@@ -11,6 +11,7 @@ The classes stand in files by the conversation that they belong to. Sender and r
     failover.py   a standby copies a server and takes over from it
     reshard.py    keys move to other shards, also on another machine, or a run changes its plan
     pipeline.py   the stages of a pipeline send tensors to each other
+    distillation.py   a student asks a teacher for soft targets
     base.py       Message, the base class of all; the types of fields and the checks of these
 
 This file has the tables. `KINDS` gives each class its number, and protocols/wire.py makes frames of a message by it.
@@ -57,6 +58,13 @@ from narrows.protocols.messages.control import (
     RangeAnswer,
     RangeRequest,
     Report,
+)
+from narrows.protocols.messages.distillation import (
+    TeacherAnswer,
+    TeacherBeat,
+    TeacherHello,
+    TeacherRequest,
+    TeacherWelcome,
 )
 from narrows.protocols.messages.failover import (
     FailoverNotice,
@@ -180,6 +188,11 @@ __all__ = [
     "RowsRequest",
     "Sets",
     "State",
+    "TeacherAnswer",
+    "TeacherBeat",
+    "TeacherHello",
+    "TeacherRequest",
+    "TeacherWelcome",
     "Texts",
     "Triples",
     "Weights",
@@ -239,6 +252,11 @@ KINDS: dict[int, type[Message]] = {
     36: Ping,
     64: PipelineTensor,
     65: PipelineBeat,
+    66: TeacherHello,
+    67: TeacherWelcome,
+    68: TeacherRequest,
+    69: TeacherAnswer,
+    70: TeacherBeat,
 }
 # A member sends these messages over a connection of their own: behind a large push a heartbeat would arrive after the
 # lease. They stay in order: the last buffers of a worker come before its Leave.

@@ -22,7 +22,6 @@ How it works
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -38,7 +37,7 @@ from narrows.protocols.config.settings import Settings
 from narrows.protocols.errors import LocalProtocolError, NarrowsError, NotSavedError, UsageError
 from narrows.protocols.pipeline_channels import ON
 from narrows.protocols.runtime.cli.flags import ALLOCATOR
-from narrows.protocols.runtime.cli.output import STDERR
+from narrows.protocols.runtime.cli.output import STDERR, write_ready
 from narrows.protocols.runtime.processes import signals
 from narrows.protocols.runtime.processes.children import ChildProcesses, Event, StartedChild, signal_name
 from narrows.ps.command.console import EMBEDDED, doing, say, show
@@ -303,14 +302,8 @@ class ShardSupervisor:
             here = range(self.settings.shards)
             there = self.ports if self.one_port is None else dict.fromkeys(self.ports, self.one_port.port)
             ports, pids = ([which[index] for index in here if index in which] for which in (there, self.pids))
-            temporary = Path(f"{self.ready_file}.{os.getpid()}.tmp")
             values = {"address": self.address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}
-            try:
-                temporary.write_text(json.dumps(values))
-                os.replace(temporary, self.ready_file)
-            except OSError as error:
-                temporary.unlink(missing_ok=True)
-                raise UsageError(f"--ready-file {self.ready_file}: {error.strerror}") from None
+            write_ready(self.ready_file, values)
 
     @property
     def pids(self) -> dict[int, int]:

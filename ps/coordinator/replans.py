@@ -86,7 +86,7 @@ class Replans(Decision):
             if before is None or news.steps < before.newest.steps:
                 self.steps[key] = StepMeter(news)
             elif news.steps > before.newest.steps:
-                own_s = (news.compute_seconds - before.newest.compute_seconds) / (news.steps - before.newest.steps)
+                own_s = (_own_seconds(news) - _own_seconds(before.newest)) / (news.steps - before.newest.steps)
                 self.steps[key] = StepMeter(news, max(own_s, 0.0))
 
     def left(self, seat: Seat, how: str) -> None:
@@ -201,6 +201,11 @@ class Replans(Decision):
     def tell(self) -> list[Log]:
         said, self.said = self.said, []
         return said
+
+
+def _own_seconds(summary: Summary) -> float:
+    """Return the seconds of steps that no other way would change: computing, and waiting for a teacher."""
+    return summary.compute_seconds + summary.teacher_seconds
 
 
 def _ms(seconds: float) -> str:

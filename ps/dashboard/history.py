@@ -51,6 +51,7 @@ PARTED = {  # by how a member below a cluster left: the words for one member, an
     "lost": ("is lost", "are lost"),
     "gone": ("is gone", "are gone"),
 }
+TEACHER = ("teacher_bytes_up", "teacher_bytes_down", "teacher_missed", "teacher_seconds")  # of a summary, and of a step
 FIGURES = asdict(Summary())  # of a row of an older record, which lacks the newest figures
 SILENT = (
     "summary",
@@ -61,6 +62,7 @@ SILENT = (
     "skipped",
     "waits",
     "trace",
+    "teachers",
 )  # events that are figures: no text
 COUNTED = ("checkpoint", "mailbox")  # the newest of each says all
 REPEATED = (
@@ -241,7 +243,7 @@ class RunHistory:
         """Take a step from a record of ps-worker, as the summary that its worker would have sent."""
         event, given = {name: value for name, value in event.items() if value is not None}, event
         known = self.steppers.setdefault(event["local_rank"], _blank(event["local_rank"]))
-        wait = event["wait_seconds"]
+        wait = event["wait_seconds"] + event.get("teacher_seconds", 0.0)
         took = event.get("step_seconds", wait)
         encode = event.get("encode_seconds", 0.0)
         known["steps"] += 1
@@ -250,6 +252,8 @@ class RunHistory:
         known["compute_seconds"] += max(0.0, took - encode - wait)
         known["encode_seconds"] += encode
         known["wait_seconds"] += wait
+        for name in TEACHER:
+            known[name] += event.get(name, 0)
         known["bytes_up"] += event["push_bytes"]
         known["bytes_down"] += event["pull_bytes"]
         known["stale"][sum(event["staleness"] > end for end in STALE)] += 1
@@ -291,6 +295,10 @@ class RunHistory:
     def total(self, name: str) -> float:
         """Return the sum of a counter over this server's own members."""
         return sum((lane.total[name] for lane in self.near), 0.0)
+
+    def of_workers(self, name: str) -> float:
+        """Return the sum of a counter over all workers, those below clusters too."""
+        return sum((lane.total[name] for lane in self.workers), 0.0)
 
     def _point(self) -> None:
         if self.curve.due(self.seconds) and (loss := self.loss) is not None:
@@ -360,6 +368,8 @@ class RunHistory:
             "bytes_up": self.total("bytes_up"),
             "bytes_down": self.total("bytes_down"),
             "relay_bytes": self.total("relay_bytes"),
+            "teacher_bytes": [self.of_workers(f"teacher_bytes_{way}") for way in ("up", "down")],
+            "teacher_missed": self.of_workers("teacher_missed"),
             "ratio": self.ratio,
             "parameters": self.parameters,
             "live": sum(lane.live for lane in self.workers),
@@ -397,6 +407,7 @@ class RunHistory:
             "bytes": [lane.total["bytes_up"], lane.total["bytes_down"]],
             "relayed": bool(newest["relayed"]),
             "relay_bytes": lane.total["relay_bytes"],
+            "teacher": {name.removeprefix("teacher_"): lane.total[name] for name in TEACHER} if lane.taught else None,
             "dropped": lane.total["dropped"],
             "skipped": lane.total["skipped"],
             "gpu": [lane.total["launches"], lane.total["replays"], newest["graphs"], newest["scratch_bytes"]],

@@ -20,7 +20,7 @@ from narrows.ps.dashboard.time_buckets import ROWS, TimeBuckets
 COUNTERS = (
     *("steps", "updates", "samples", "compute_seconds", "encode_seconds", "wait_seconds", "bytes_up", "bytes_down"),
     *("busy_up_seconds", "busy_down_seconds", "dropped", "skipped", "launches", "replays", "seconds"),
-    "relay_bytes",
+    *("relay_bytes", "teacher_bytes_up", "teacher_bytes_down", "teacher_missed", "teacher_seconds"),
 )
 NAMES = ("host", "runs", *(each.name for each in fields(Summary)))
 TIMES = ROWS[1:]
@@ -147,6 +147,11 @@ class MemberTimeline:
             min(1.0, recent[f"busy_{way}_seconds"] / seconds) if seconds >= TOOK_S else 0.0 for way in ("up", "down")
         )
         return up, down
+
+    @property
+    def taught(self) -> bool:
+        """True if the member has teachers."""
+        return any(self.total[name] for name in ("teacher_bytes_up", "teacher_bytes_down", "teacher_missed"))
 
     def each(self, name: str) -> float:
         """Return the growth of a counter in a step."""

@@ -107,6 +107,22 @@ class _Collector:
             for lane in self.history.lanes.values():
                 counter.add_metric(_peer(lane), lane.total[figure])
             yield counter
+        yield from self._of_teachers()
+
+    def _of_teachers(self) -> Iterator[Metric]:
+        """Yield the figures of workers that have teachers; nothing where none has."""
+        students = [lane for lane in self.history.workers if lane.taught]
+        if not students:
+            return
+        moved = CounterMetricFamily("narrows_teacher_bytes", "Bytes between a worker and its teachers", labels=LINK)
+        missed = CounterMetricFamily("narrows_teacher_missed_batches", "Batches without soft targets", labels=PEER)
+        waited = CounterMetricFamily("narrows_teacher_wait_seconds", "Waiting for answers of teachers", labels=PEER)
+        for lane in students:
+            for way in WAYS:
+                moved.add_metric([*_peer(lane), way], lane.total[f"teacher_bytes_{way}"])
+            missed.add_metric(_peer(lane), lane.total["teacher_missed"])
+            waited.add_metric(_peer(lane), lane.total["teacher_seconds"])
+        yield from (moved, missed, waited)
 
     def _of_links(self) -> Iterator[Metric]:
         moved = CounterMetricFamily("narrows_link_bytes", "Bytes between a member and its server", labels=LINK)

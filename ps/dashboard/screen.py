@@ -38,6 +38,7 @@ def screen(frame: dict[str, Any]) -> Group:
         f"up {size(frame['bytes_up'])}" + (f" ({frame['ratio']:.0f}x less than fp32)" if frame["ratio"] > 1.5 else ""),
         f"down {size(frame['bytes_down'])}",
         *([f"through a relay {size(frame['relay_bytes'])}"] if frame["relay_bytes"] else []),
+        *([_taught(frame)] if any(frame["teacher_bytes"]) or frame["teacher_missed"] else []),
         f"{frame['seconds']:.0f} s",
         *([f"{frame['left_seconds']:.0f} s left"] if frame["left_seconds"] is not None else []),
         *(["over"] if frame["over"] else []),
@@ -45,6 +46,7 @@ def screen(frame: dict[str, Any]) -> Group:
     hidden = len(frame["members"]) - MEMBERS
     more = [Text(f"and {hidden} more", style="dim")] if hidden > 0 else []
     more += [Text(_gpu(member), style="dim") for member in frame["members"][:MEMBERS] if member["gpu"][0]]
+    more += [Text(_teacher(member), style="dim") for member in frame["members"][:MEMBERS] if member["teacher"]]
     events = [
         Text(f"{seconds:8.1f} s  {printable(text)}", style="dim") for seconds, _, text in frame["events"][-EVENTS:]
     ]
@@ -122,6 +124,21 @@ def _gpu(member: dict[str, Any]) -> str:
         f"{graphs} graphs kept, {replays:.0f} replayed; {launches:.0f} kernels launched; scratch memory {size(scratch)}"
     )
     return f"GPU of rank {rank}: {shown}"
+
+
+def _taught(frame: dict[str, Any]) -> str:
+    up, down = map(size, frame["teacher_bytes"])
+    missed = f", {frame['teacher_missed']:.0f} batches without" if frame["teacher_missed"] else ""
+    return f"teachers: up {up}, down {down}{missed}"
+
+
+def _teacher(member: dict[str, Any]) -> str:
+    rank, figures = ".".join(map(str, member["path"])), member["teacher"]
+    moved = f"up {size(figures['bytes_up'])}, down {size(figures['bytes_down'])}"
+    return (
+        f"teachers of rank {rank}: {moved}; {figures['missed']:.0f} batches without soft targets; "
+        f"waited {figures['seconds']:.1f} s"
+    )
 
 
 def _figures(member: dict[str, Any]) -> dict[str, str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -26,17 +28,18 @@ ACCURACY_LEAST = -0.01  # beside that alone
 # Batch of a worker: alone it has that of two.
 BATCHES = {
     "hf_trainer": 16, "accelerate_loop": 8, "lightning_module": 32, "lora": 16, "gpt": 8, "cnn": 32, "litdata_stream": 16,
-    "titan": 8, "clicks": 256, "epochs": 32,
+    "titan": 8, "clicks": 256, "epochs": 32, "student": 16,
 }  # fmt: skip
 LENGTHS = {"epochs": ["--epochs", "5"]}  # else steps
 MORE = {"litdata_stream": ["--rank-variables"], "titan": ["--push", "update"]}  # flags
 # Lines that a script in plain torch, or of the trainer, does not have: what names Narrows, and calls of the wrapped optimizer.
-LINES = dict.fromkeys(BATCHES, 3) | {"hf_trainer": 2, "accelerate_loop": 4, "epochs": 6}
+LINES = dict.fromkeys(BATCHES, 3) | {"hf_trainer": 2, "accelerate_loop": 4, "epochs": 6, "student": 6, "teacher": 2}
 # torch.nn has an Embedding of the same arguments: the import is the line.
 CALLED = [name for name in (*worker.__all__, "distributed", "NarrowsCallback") if name not in ("clock", "Embedding")]
 SAME, SAME_DROPOUT = "all workers draw the same random numbers in the forward pass", ("lora", "accelerate_loop")
 OURS = re.compile(
     rf"\bnarrows\b|(?<![.\w])({'|'.join(CALLED)})\(|\boptimizers?\.(eval|train|shared|finish|step_samples)\(|\.epochs\("
+    r"|\bteacher\.\w+\(|\bif soft\b|\bsoft\.loss\("
 )
 
 
@@ -65,7 +68,7 @@ def test_two_workers_end_where_one_ends(name: str) -> None:
             assert good, (mode, alone, told)
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("name", LINES)
 def test_each_line_of_ours_has_a_number(name: str) -> None:
     """docs/trainers.md says how many an example has."""
     body = (EXAMPLES / f"{name}.py").read_text("utf-8").split('"""', 2)[2]
@@ -114,3 +117,38 @@ def test_an_adapter_travels_alone() -> None:
     pushes = STEPS + 1  # the first weights are one more
     assert 1.0 <= float(sent[1]) * 1e6 / (4 * int(trained[1]) * pushes) < 1.01
     assert int(trained[1]) < int(trained[2]) / 10
+
+
+def test_a_student_learns_from_the_teacher(tmp_path: Path) -> None:
+    """Two workers ask it for each batch, and end no higher than from the text alone."""
+    ready = tmp_path / "ready.json"
+    flags = ["--bind", "tcp://127.0.0.1:0", "--ready-file", str(ready)]
+    words = [
+        sys.executable,
+        "-m",
+        "narrows.worker.command.teach",
+        *flags,
+        str(EXAMPLES / "teacher.py"),
+        "--steps",
+        "300",
+    ]
+    command = [sys.executable, "-m", "narrows.worker.command.cli", "-n", "2", *FLAGS["bsp"]]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as service:
+        try:
+            deadline = time.monotonic() + LIMIT_S
+            while not ready.exists() and service.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+            address = json.loads(ready.read_text())["address"]
+            taught, _ = ends([*command, "--teacher", address], 2, "student")
+        finally:
+            service.terminate()
+            said = service.communicate(timeout=LIMIT_S)[0]
+    plain, err = ends(command, 2, "student")
+    print("student: with the teacher", *taught, "without", *plain)  # with pytest -s
+    counts = re.search(r"([\d,]+) samples computed, ([\d,]+) answered from the cache", said)
+    assert (
+        counts is not None
+        and sum(int(each.replace(",", "")) for each in counts.groups()) >= STEPS * 2 * BATCHES["student"]
+    )
+    assert "no --teacher ADDRESS names one" in err
+    assert len(taught) == 2 and max(taught) <= LOSS_MAX * min(plain), (taught, plain)

@@ -4,10 +4,14 @@ model, and a Trainer of a run that goes on does so where the run is. `make examp
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +314,176 @@ def lines(text: str) -> dict[tuple[int, int], tuple[float, list[int]]]:
     found: list[Any] = [json.loads(line) for line in re.findall(r"^step (.*)$", text, re.M)]
     assert len({(rank, step) for rank, step, _, _ in found}) == len(found), "no step twice"
     return {(rank, step): (rate, samples) for rank, step, rate, samples in found}
+
+
+TEACHER = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table, self.head = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11)
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(torch.tanh(self.table(input_ids).cumsum(1)))
+if __name__ == "__main__":
+    from narrows.worker import teacher
+    teacher.serve(Net(1))
+"""
+# HEAD is the signature of a model's forward: Trainer gives the number of a step's labels to one that takes any keyword.
+STUDENT = """
+import torch
+from net import Net
+from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments
+from narrows.worker import teacher
+from narrows.worker.transformers import distributed
+class Student(Net):
+    def forward(self, input_ids, attention_mask, labels=None, HEAD):
+        logits = super().forward(input_ids)
+        summed = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return {"loss": summed / (num_items_in_batch or (labels[:, 1:] != -100).sum()), "logits": logits}
+seen = []
+class Told(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **values):
+        assert "soft_targets" not in inputs
+        if model.training:
+            seen.append({name: value.clone() for name, value in inputs.items()})
+        return super().compute_loss(model, inputs, return_outputs, **values)
+def padded(rows):
+    length = max(map(len, rows))
+    names = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    full = {name: torch.full((len(rows), length), value) for name, value in names.items()}
+    for row, tokens in enumerate(rows):
+        full["input_ids"][row, :len(tokens)] = full["labels"][row, :len(tokens)] = tokens
+        full["attention_mask"][row, :len(tokens)] = 1
+    return full
+drawn = torch.Generator().manual_seed(3)
+rows = [torch.randint(0, 11, (int(n),), generator=drawn) for n in torch.randint(3, 9, (24,), generator=drawn)]
+args = TrainingArguments("saved", max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=3, learning_rate=0.5,
+    lr_scheduler_type="constant", optim="sgd", max_grad_norm=1e9, use_cpu=True, report_to="none", disable_tqdm=True,
+    save_strategy="no", remove_unused_columns=False)
+if TEMPERATURE != 1:
+    teacher.connect(temperature=TEMPERATURE)
+model = Student(2)
+others = [10 - row for row in rows]
+trainer = distributed(Told, teacher=0.25)(model, args, train_dataset=rows, eval_dataset=others, data_collator=padded)
+trainer.train()
+torch.save((seen, model.state_dict()), "ended.pt")
+print("evaluated", trainer.evaluate()["eval_loss"])
+"""
+HEADS = {"step's labels": "num_items_in_batch=None, **rest", "batch's labels": "num_items_in_batch=None"}
+
+
+def taught(batches: list[dict[str, torch.Tensor]], whole_step: bool, temperature: float, weight: float) -> Any:
+    """The student after three steps of SGD over three batches each, in the words of the papers."""
+    space: dict[str, Any] = {"__name__": "net"}
+    exec(TEACHER, space)
+    student, guide = space["Net"](2), space["Net"](1)
+    for step in range(3):
+        own = batches[3 * step : 3 * step + 3]
+        labels = [int((batch["labels"][:, 1:] != -100).sum()) for batch in own]
+        places = [int(batch["attention_mask"].sum()) for batch in own]
+        total = torch.zeros(())
+        for batch, count, place in zip(own, labels, places, strict=True):
+            logits = student(batch["input_ids"])
+            known = batch["labels"][:, 1:] != -100
+            chosen = logits.log_softmax(-1)[:, :-1].gather(-1, batch["labels"][:, 1:].clamp(min=0)[..., None])[..., 0]
+            hard = -(chosen * known).sum() / (sum(labels) if whole_step else 3 * count)
+            with torch.no_grad():
+                p = (guide(batch["input_ids"]) / temperature).softmax(-1)
+            divergence = (p * (p.log() - (logits / temperature).log_softmax(-1))).sum(-1) * temperature**2
+            soft = (divergence * batch["attention_mask"]).sum() / (sum(places) if whole_step else 3 * place)
+            total = total + (1 - weight) * hard + weight * soft
+        gradients = torch.autograd.grad(total, [*student.parameters()])
+        with torch.no_grad():
+            for parameter, gradient in zip(student.parameters(), gradients, strict=True):
+                parameter -= 0.5 * gradient
+    return student.state_dict()
+
+
+@contextmanager
+def teaching(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address of a teacher of TEACHER, and what it has said, once it has ended."""
+    (folder / "net.py").write_text(TEACHER)
+    ready, said = folder / "ready.json", list[str]()
+    words = ["-m", "narrows.worker.command.teach", "--bind", "tcp://127.0.0.1:0", "--ready-file", str(ready), "net.py"]
+    with subprocess.Popen(
+        [sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as service:
+        try:
+            deadline = time.monotonic() + LIMIT_S
+            while not ready.exists() and service.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            yield json.loads(ready.read_text())["address"], said
+        finally:
+            service.terminate()
+            said.append(service.communicate(timeout=LIMIT_S)[0])
+
+
+def plain(folder: Path, env: dict[str, str]) -> str:
+    """What student.py prints, under plain python."""
+    done = subprocess.run(
+        [sys.executable, "student.py"],
+        cwd=folder,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("head", "temperature"), [("step's labels", 1.0), ("batch's labels", 2.0)])
+def test_a_trainer_learns_from_a_teacher_as_the_formula_says(head: str, temperature: float, tmp_path: Path) -> None:
+    """Accumulated gradients, padded batches; without a teacher it trains as ever, and an evaluation asks nothing."""
+    text = STUDENT.replace("HEAD", HEADS[head]).replace("TEMPERATURE", str(temperature))
+    (tmp_path / "student.py").write_text(text)
+    whole_step = head == "step's labels"
+    with teaching(tmp_path) as (address, said):
+        assert "evaluated" in plain(tmp_path, {"NARROWS_TEACHER": address, "NARROWS_TEACHER_CODING": "top:11+fp16"})
+    batches, ended = torch.load(tmp_path / "ended.pt")
+    wanted, untaught = (taught(batches, whole_step, temperature, weight) for weight in (0.25, 0.0))
+    for name, value in ended.items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=2e-3)
+    apart = max((value - untaught[name]).abs().max() for name, value in ended.items())
+    assert apart > 0.01, "the soft targets count"
+    counts = re.search(r"(\d+) samples computed, (\d+) answered from the cache", said[0])
+    assert counts is not None and 18 <= int(counts[1]) + int(counts[2]) <= 24, said
+    assert "evaluated" in plain(tmp_path, {})
+    batches, ended = torch.load(tmp_path / "ended.pt")
+    for name, value in taught(batches, whole_step, temperature, 0.0).items():
+        torch.testing.assert_close(ended[name], value, rtol=0, atol=1e-5)
+
+
+LOOP = """
+import lightning, torch
+from net import Net
+from narrows.worker import teacher
+from narrows.worker.lightning import NarrowsCallback, sampler
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model, self.taught = Net(2), 0
+    def training_step(self, batch, index):
+        (tokens,), soft = batch
+        logits = self.model(tokens)
+        self.taught += soft is not None
+        loss = logits.logsumexp(-1).mean()
+        return loss if soft is None else 0.5 * loss + 0.5 * soft.loss(logits)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+data = torch.utils.data.TensorDataset(torch.arange(60).reshape(12, 5) % 11)
+trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+    enable_model_summary=False, enable_checkpointing=False, callbacks=[NarrowsCallback()])
+module = Module()
+trainer.fit(module, teacher.ahead(torch.utils.data.DataLoader(data, 4, sampler=sampler(data, 4))))
+print("taught", module.taught, "of", trainer.global_step)
+"""
+
+
+def test_lightning_reads_the_loader_that_asks_ahead(tmp_path: Path) -> None:
+    """In each epoch anew."""
+    (tmp_path / "student.py").write_text(LOOP)
+    with teaching(tmp_path) as (address, _):
+        assert "taught 6 of 6" in plain(tmp_path, {"NARROWS_TEACHER": address})

@@ -19,10 +19,12 @@ from narrows.ps.command.planning.probe import command as ps_probe
 from narrows.ps.command.plot import command as ps_plot
 from narrows.ps.command.top import command as ps_top
 from narrows.worker.command.cli import command as ps_worker
+from narrows.worker.command.teach import command as ps_teach
 
 COMMANDS = {
     "ps-serve": ps_serve,
     "ps-worker": ps_worker,
+    "ps-teach": ps_teach,
     "ps-top": ps_top,
     "ps-plot": ps_plot,
     "ps-probe": ps_probe,

@@ -38,6 +38,7 @@ from narrows.worker.command import launcher
 FORKED = {
     "ps-serve": ["-m", "narrows.ps.command.cli"],
     "ps-worker": ["-m", "narrows.worker.command.cli"],
+    "ps-teach": ["-m", "narrows.worker.command.teach"],
     "torchrun": ["-m", "torch.distributed.run"],
     sys.executable: [],
 }

@@ -16,7 +16,7 @@ HANDSHAKE = GREETING + bytes((4, len(READY))) + READY
 # All that a connection sends before it is reset: two frames of ZMTP 1.0, which needs no answer, or a handshake and a frame.
 RESETS = {"old": b"\x01\x00\x02\x00x", "handshake": HANDSHAKE + b"\x00\x01x"}
 RESET = struct.pack("ii", 1, 0)  # as SO_LINGER: close() sends RST
-OURS = b"NRWS\x1a"  # as protocols/wire.py has it; a test compares them
+OURS = b"NRWS\x1b"  # as protocols/wire.py has it; a test compares them
 
 
 def frame(body: bytes, more: bool = False) -> bytes:

@@ -29,7 +29,13 @@ from narrows.protocols.errors import UsageError
 from narrows.worker import DistributedOptimizer
 from narrows.worker.sync import gradients
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "nothing_is_compiled")
+
+
+@pytest.fixture
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test may have compiled in this process: step() would wait then."""
+    monkeypatch.setattr(gradients, "compiled", lambda: False)
 
 
 def wide() -> nn.Module:

@@ -204,7 +204,8 @@ def test_every_flag_has_a_variable_and_wins_over_it(
 
     options = [option for option in command.params if isinstance(option, click.Option) and option.expose_value]
     for option in options:
-        monkeypatch.setenv(f"NARROWS_{max(option.opts, key=len).lstrip('-').replace('-', '_').upper()}", "1")
+        value = option.type.choices[0] if isinstance(option.type, click.Choice) else "1"
+        monkeypatch.setenv(f"NARROWS_{max(option.opts, key=len).lstrip('-').replace('-', '_').upper()}", value)
     monkeypatch.setenv("NARROWS_MODULE", "1")  # -m has no long name
     with command.make_context("it", [*args], **command.context_settings) as context:
         for option in options:

@@ -10,6 +10,7 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.flags import COMMAND, PLACE, Bare, glance_flags, run, run_flags
 from narrows.worker.command.launcher import Launcher
 from narrows.worker.command.options import checked
+from narrows.worker.runtime.config import TEACHER_CODING
 
 
 @click.command(cls=Bare, context_settings=COMMAND | {"allow_interspersed_args": False})
@@ -44,6 +45,14 @@ from narrows.worker.command.options import checked
 )
 @click.option("--relay", is_flag=True, help="under --sync gossip: peers cannot dial this machine, as behind a NAT; they reach "
               "its workers through the run's relay")  # fmt: skip
+@click.option("--teacher", default="", metavar="ADDR", help="the tcp://HOST:PORT of a ps-teach, and of others after commas: "
+              "the script asks them for soft targets [none]")  # fmt: skip
+@click.option("--teacher-key", default="", metavar="FILE", help="the key file that ps-serve keys add made on the teacher's "
+              "machine; one for each teacher after commas, or one for all [none]")  # fmt: skip
+@click.option("--teacher-lost", type=click.Choice(["wait", "go-on"]), default="wait", help="while no teacher is there: wait "
+              "for one, or train without soft targets [wait]")  # fmt: skip
+@click.option("--teacher-coding", default=TEACHER_CODING, metavar="SPEC", help="how many classes of a prediction the teacher "
+              f"sends, and how it codes them: top:K+int8, +int4 or +fp16 [{TEACHER_CODING}]")  # fmt: skip
 @click.option("--skip-limit", type=int, default=50, help="skip steps whose gradient is not finite, and end the worker after "
               "this many in a row [50]")  # fmt: skip
 @click.option("--checkpoint-dir", default="", type=PLACE, metavar="DIR", help="folder, or s3://BUCKET/NAME, for the "

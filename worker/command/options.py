@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from narrows.protocols.addresses import KEYLESS, is_mailbox, is_stored, parse_addresses
 from narrows.protocols.config.modes import MODES, FoldRule
 from narrows.protocols.config.settings import Settings
+from narrows.protocols.distillation.limits import TEACHERS_MAX
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.cli.flags import given
 from narrows.protocols.wire import pack
@@ -49,6 +50,10 @@ class WorkerOptions:
     connect_timeout: float
     server_timeout: float
     relay: bool
+    teacher: str
+    teacher_key: str
+    teacher_lost: str
+    teacher_coding: str
     skip_limit: int
     checkpoint_dir: str
     resume: bool
@@ -89,6 +94,10 @@ class WorkerOptions:
             connect_timeout=self.connect_timeout,
             server_timeout=self.server_timeout,
             relay=self.relay,
+            teachers=tuple(parse_addresses("--teacher", self.teacher)) if self.teacher else (),
+            teacher_keys=tuple(map(_absolute, self.teacher_key.split(","))) if self.teacher_key else (),
+            teacher_lost=self.teacher_lost,
+            teacher_coding=self.teacher_coding,
             skip_limit=self.skip_limit,
             trace=self.trace,
             group=self.group,
@@ -240,6 +249,7 @@ def checked(
         from narrows.protocols.runtime.storage.object_store import FileStore
 
         FileStore(options.checkpoint_dir).check()  # the workers would find out after the first step
+    _check_teacher(options)
     if options.relay:
         if not options.server:
             raise UsageError("--relay: workers of this machine alone dial each other; leave it out, or give --server")
@@ -270,3 +280,29 @@ def checked(
         )
     run |= {"workers": settings.workers, "shards": settings.shards}
     return options
+
+
+def _check_teacher(options: WorkerOptions) -> None:
+    """Raise UsageError if a flag of the teacher is wrong, or means nothing without --teacher."""
+    if not options.teacher:
+        if options.teacher_key:
+            raise UsageError(f"--teacher-key {options.teacher_key}: give --teacher too, the address of the ps-teach")
+        return
+    teachers, keys = parse_addresses("--teacher", options.teacher), options.teacher_key.split(",")
+    if len(teachers) > TEACHERS_MAX:
+        raise UsageError(f"--teacher: {len(teachers)} addresses, and a student asks {TEACHERS_MAX} teachers at most")
+    if len(keys) not in (1, len(teachers)):
+        raise UsageError(
+            f"--teacher-key: {len(keys)} files for {len(teachers)} teachers; give one for each, or one for all"
+        )
+    if options.teacher_key:
+        from narrows.protocols.runtime.network.key_files import member_key
+
+        for key in keys:
+            member_key(key, "--teacher-key")
+    from narrows.compression.logits import parse_logits
+
+    try:
+        parse_logits(options.teacher_coding)
+    except ValueError as error:
+        raise UsageError(f"--teacher-coding {options.teacher_coding}: {error}") from None

@@ -44,6 +44,10 @@ class WorkerRecord:
         self.edges = [0, 0]  # bytes up and down before the first step and after the last one
         self.dropped: Counter[str] = Counter()  # messages dropped because a queue was full, by name
         self.skipped: Counter[int] = Counter()  # steps skipped because the gradient was not finite, by rank of the run
+        self.taught: dict[
+            int, Counter[str]
+        ] = {}  # what workers asked of teachers and got, as teacher_meter.py counts it
+        self.taught_before: dict[int, Counter[str]] = {}  # in a worker's earlier starts
 
     def close(self) -> None:
         if self.file is not None:
@@ -74,6 +78,10 @@ class WorkerRecord:
         elif kind == "privacy":
             self.privacy = max(self.privacy, (event["epsilon"], event["delta"]))
             self.note(kind, local_rank=local_rank, **event)
+        elif kind == "teachers":  # all that this start of the worker has counted, in the place of what its steps had
+            self.taught[local_rank] = Counter(self.taught_before.get(local_rank))
+            self.taught[local_rank].update(event)
+            self.note(kind, local_rank=local_rank, **event)
         elif kind in ("compress", "late", "mailbox", "trace"):
             self.note(kind, local_rank=local_rank, **event)
         elif kind == "skipped":
@@ -88,6 +96,9 @@ class WorkerRecord:
                 self.clocks[local_rank] = event["clock"]
                 self.up[local_rank] += event["push_bytes"]
                 self.down[local_rank] += event["pull_bytes"]
+                if "teacher_seconds" in event:
+                    step = {name: event[f"teacher_{name}"] for name in ("bytes_up", "bytes_down", "missed", "seconds")}
+                    self.taught.setdefault(local_rank, Counter()).update(step)
                 self.note("step", local_rank=local_rank, **event)
             figures = {name: value for name, value in event.items() if name not in OURS}
             self.last.setdefault(local_rank, {}).update(figures)
@@ -105,6 +116,7 @@ class WorkerRecord:
         self.gone.discard(local_rank)
         self.before[local_rank] = self.up.get(local_rank, 0), self.down.get(local_rank, 0)
         self.up[local_rank], self.down[local_rank] = self.before[local_rank]
+        self.taught_before[local_rank] = Counter(self.taught.get(local_rank))
         self.note("member", local_rank=local_rank, how="joined")
 
     def ended(self, local_rank: int, code: int) -> None:
@@ -154,6 +166,7 @@ class WorkerRecord:
             exit_codes=codes,
             last=self.averages(),
             **({"epsilon": self.privacy[0], "delta": self.privacy[1]} if self.privacy[1] else {}),
+            **({"teachers": self._teachers()} if self.taught else {}),
         )
         less = f" ({raw / up:.0f}x less than fp32)" if up and raw > 1.5 * up else ""
         return "; ".join(
@@ -161,10 +174,18 @@ class WorkerRecord:
                 f"{codes.count(0)} of {len(codes)} workers done in {self.seconds:.1f} s",
                 *([_figures(self.averages(), ", ")] if self.averages() else []),
                 f"up {up / 1e6:.2f} MB{less}, down {down / 1e6:.2f} MB{self._edges()}",
+                *([_taught(self._teachers())] if self.taught else []),
                 *([self._skipped()] if self.skipped else []),
                 *([f"epsilon {self.privacy[0]:.4g} at delta {self.privacy[1]:g}"] if self.privacy[1] else []),
             )
         )
+
+    def _teachers(self) -> Counter[str]:
+        """Return what all workers asked of their teachers and got."""
+        total = Counter[str]()
+        for own in self.taught.values():
+            total.update(own)
+        return total
 
     def _skipped(self) -> str:
         total, shown = sum(self.skipped.values()), sorted(self.skipped.items())[:RANKS_MAX]
@@ -173,6 +194,14 @@ class WorkerRecord:
         return (
             f"{total} step{'s' * (total > 1)} skipped, for a gradient that was not finite: {', '.join([*ranks, *more])}"
         )
+
+
+def _taught(total: Mapping[str, float]) -> str:
+    """Return a clause on teachers. A worker that was killed has not said how many predictions it got."""
+    up, down, count, missed = (total.get(name, 0) for name in ("bytes_up", "bytes_down", "predictions", "missed"))
+    each = f" ({down / count:.0f} bytes a prediction)" if count else ""
+    without = f", {missed:,} batch{'es' * (missed != 1)} without" if missed else ""
+    return f"teachers: up {up / 1e6:.1f} MB, down {down / 1e6:.1f} MB{each}{without}"
 
 
 def _figures(values: Mapping[str, float], between: str) -> str:

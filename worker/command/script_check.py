@@ -30,6 +30,8 @@ OFF: dict[str, Any] = {
     "trace": 0,
     "restarts": 0,
     "relay": False,
+    "teacher": "",
+    "teacher_key": "",
     "dashboard": "",
     "metrics": "",
 }

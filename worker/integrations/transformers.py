@@ -26,6 +26,7 @@ from transformers.trainer_pt_utils import IterableDatasetShard
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
 from narrows.worker.data.datasets import RunSampler
+from narrows.worker.integrations.trainer_teacher import DistillationOverrides
 from narrows.worker.optimizer import DistributedOptimizer, begin_anew
 from narrows.worker.runtime.device import from_first, local_rank
 from narrows.worker.runtime.launcher_pipe import say
@@ -286,15 +287,21 @@ class TrainerOverrides(Base):  # type: ignore[misc]
 
 
 @cache
-def distributed(trainer: type) -> Any:
+def distributed(trainer: type, teacher: float = 0.0) -> Any:
     """Return a Trainer class for the workers of a run.
 
     Args:
         trainer: transformers.Trainer, or a class that is derived from it.
+        teacher: weight of the soft targets in the loss, from 0 to 1, where --teacher names a teacher; 0: none is asked.
 
     Returns:
         A subclass of `trainer` with the same name and arguments.
+
+    Raises:
+        UsageError: the weight is out of range.
     """
-    return type(
-        trainer.__name__, (TrainerOverrides, trainer), {"__module__": trainer.__module__, "__doc__": trainer.__doc__}
-    )
+    if not 0 <= teacher <= 1:
+        raise UsageError(f"distributed(Trainer, teacher={teacher:g}): give the soft targets a weight from 0 to 1")
+    bases = (DistillationOverrides,) if teacher else ()
+    own = {"__module__": trainer.__module__, "__doc__": trainer.__doc__, "teacher_weight": float(teacher)}
+    return type(trainer.__name__, (*bases, TrainerOverrides, trainer), own)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from narrows.protocols.addresses import located
+from narrows.protocols.addresses import located, parse_addresses
 from narrows.protocols.config.run_name import check_run_name
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.processes.children import STARTED_BY
@@ -31,6 +31,7 @@ from narrows.protocols.wire import pack, unpack
 CONNECT_S = LOST_S = 30.0  # defaults of --connect-timeout and --server-timeout
 NAME = "NARROWS_NAME"  # the run's name, for a script under plain python; ps-worker has it as --name
 OFF = ("0", "false", "no", "off", "f", "n")  # texts of a switch that is off, as ps-worker takes them
+TEACHER_CODING = "top:32+int8"  # default of --teacher-coding
 SKIP_LIMIT = 50  # steps in a row; a GradScaler that begins at 2**16 skips some 20 before a float16 model trains
 
 
@@ -65,6 +66,10 @@ class WorkerConfig:
         watch: the SPECs with which ps-worker --check encodes an update; empty: the script is not checked.
         tty: the terminal of breakpoint(), "" for none.
         debug: the traceback of an error of ours is printed too.
+        teachers: the addresses of the teachers, empty for none.
+        teacher_keys: the paths of their key files: one for each, one for all, or none.
+        teacher_lost: "wait": batches wait for a teacher; "go-on": they have no soft targets while none is there.
+        teacher_coding: the SPEC of a teacher's answers.
     """
 
     server: str = ""
@@ -93,6 +98,10 @@ class WorkerConfig:
     watch: tuple[str, ...] = ()
     tty: str = ""
     debug: bool = False
+    teachers: tuple[str, ...] = ()
+    teacher_keys: tuple[str, ...] = ()
+    teacher_lost: str = "wait"
+    teacher_coding: str = TEACHER_CODING
 
     @staticmethod
     def from_environment(env: Mapping[str, str] = os.environ) -> WorkerConfig:
@@ -190,6 +199,10 @@ VARIABLES = {
     "watch": Variable("NARROWS_WATCH", _words, " ".join),
     "tty": Variable("NARROWS_TTY"),
     "debug": Variable("NARROWS_DEBUG", bool, lambda debug: "1"),
+    "teachers": Variable("NARROWS_TEACHER", lambda text: (*parse_addresses("NARROWS_TEACHER", text),), ",".join),
+    "teacher_keys": Variable("NARROWS_TEACHER_KEY", lambda text: (*text.split(","),), ",".join),
+    "teacher_lost": Variable("NARROWS_TEACHER_LOST"),
+    "teacher_coding": Variable("NARROWS_TEACHER_CODING"),
 }
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(WorkerConfig)}
 PRIVATE = ("token", "key", "parent_fd")  # fields that only the session of a worker may use

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from narrows.compression.home import HOST
 from narrows.protocols.member.heartbeat_summary import STALE, WAYS, Summary, SummaryRow
+from narrows.worker.runtime import launcher_pipe
 from narrows.worker.runtime.member_link import MemberLink
+from narrows.worker.runtime.teacher_meter import METER, TeacherTotals
 from narrows.worker.runtime.trace import PARTS
 from narrows.worker.runtime.worker_trace import WorkerTrace
 
@@ -62,7 +64,8 @@ class WorkerMetrics:
 
         Returns:
             For the record, "step_seconds" since the step before, and of these the seconds of each part of
-            narrows.worker.runtime.trace. Those of "script_seconds" are all that Narrows did not take.
+            narrows.worker.runtime.trace. Those of "script_seconds" are all that Narrows did not take. With a teacher also
+            the part that the step waited for answers, "teacher_seconds", and its traffic since the step before.
         """
         now_s, before_s, before, parts = time.monotonic(), self.stepped_s, self.parts, dict(self.engine.trace.seconds)
         sync = self.engine.sync
@@ -77,17 +80,22 @@ class WorkerMetrics:
         self.stale[sum(self.staleness > end for end in STALE)] += 1
         self.stepped_s, self.parts, self.device = now_s, parts, self.engine.home.figures()
         took = {"step": now_s - before_s} | {name: parts[name] - before[name] for name in PARTS}
-        self.spent = self.spent[0] + took["wait"], self.spent[1] + took["encode"]
         if self.trace is not None:
             self.trace.stepped(self.clock)
         rest = parts["step"] - before["step"]  # messages, checks of the weights, module buffers
         took["script"] = max(0.0, took["step"] - rest - sum(took[name] for name in PARTS if name != "script"))
-        return {f"{name}_seconds": round(value, 6) for name, value in took.items()}
+        taught = METER.stepped(took["script"])
+        waited = taught.get("teacher_seconds", 0.0)
+        took["script"] -= waited
+        self.spent = self.spent[0] + took["wait"] + waited, self.spent[1] + took["encode"]
+        return {f"{name}_seconds": round(value, 6) for name, value in took.items()} | taught
 
     def end(self) -> None:
-        """Tell what is left of the trace."""
+        """Tell ps-worker what is left of the trace, and all that was asked of teachers."""
         if self.trace is not None:
             self.trace.stepped(self.clock, last=True)
+        if (taught := METER.totals) != TeacherTotals():
+            launcher_pipe.tell("teachers", **taught.told())
 
     def warning(self) -> str:
         """Return a sentence, once, if compression holds back more than in any run that is known to train; else ""."""
@@ -108,7 +116,7 @@ class WorkerMetrics:
 
     def rows(self) -> tuple[SummaryRow, ...]:
         """The summary row of this worker alone."""
-        (waited, encoded), (relayed, relay_bytes) = self.spent, self.link.relayed
+        (waited, encoded), (relayed, relay_bytes), taught = self.spent, self.link.relayed, METER.totals
         summary = Summary(
             clock=self.clock,
             steps=self.steps,
@@ -122,6 +130,10 @@ class WorkerMetrics:
             way=min(map(WAYS.index, self.link.ways), default=0),
             relayed=int(relayed),
             relay_bytes=relay_bytes,
+            teacher_bytes_up=taught.bytes_up,
+            teacher_bytes_down=taught.bytes_down,
+            teacher_missed=taught.missed,
+            teacher_seconds=METER.in_steps_s,
             staleness=self.staleness,
             stale=tuple(self.stale),
             held_back=self.merging.get("held_back", 0.0),

@@ -223,6 +223,27 @@ def replace_text(path: str, text: str, flag: str) -> str:
     return kept
 
 
+def write_ready(path: str, values: Mapping[str, Any]) -> None:
+    """Write what a command serves, and where, to its --ready-file, whole or not at all.
+
+    Args:
+        path: the value of the flag; "": no file.
+        values: plain values.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if not path:
+        return
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(values))
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"--ready-file {path}: {error.strerror}") from None
+
+
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines; each column is as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -77,7 +77,6 @@ OPTIONS = {
     zmq.LINGER: LINGER_MS,
     zmq.SNDHWM: QUEUE_MESSAGES_MAX,
     zmq.RCVHWM: UNREAD_MESSAGES_MAX,
-    zmq.MAXMSGSIZE: MESSAGE_BYTES_MAX,
     zmq.RECONNECT_IVL_MAX: RECONNECT_MS_MAX,
     zmq.BACKLOG: BACKLOG,
     zmq.TCP_MAXRT: SILENT_MS,
@@ -175,6 +174,7 @@ class Sockets:
         faulted: gets a sentence about the first library error of each kind.
         shares: peers of this machine and user that dial this process may send frames in shared memory (shared_memory.py):
             its owner copies each frame that a peer must not change before it reads it.
+        bytes_max: of one frame of a peer; a longer one ends its connection.
     """
 
     def __init__(
@@ -188,9 +188,10 @@ class Sockets:
         connections: Connections | None = None,
         faulted: Callable[[str], None] = lambda text: None,
         shares: bool = False,
+        bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
         self.known_as, self.curve, self.failed, self.linked = known_as, curve, failed, linked
-        self.cut, self.connections, self.shares = cut, connections, shares
+        self.cut, self.connections, self.shares, self.bytes_max = cut, connections, shares, bytes_max
         self.faults = LibraryFaults(faulted)
         self._door: CurveAuthenticator | None = None
         self._strangers: ListenerMonitor | None = None
@@ -224,6 +225,7 @@ class Sockets:
         made = self._opened[key] = self._context.socket(kind)
         for option, value in OPTIONS.items():
             made.setsockopt(option, value)
+        made.setsockopt(zmq.MAXMSGSIZE, self.bytes_max)
         self._poller.register(made, zmq.POLLIN)
         if key != ROUTER:
             self._failures[made] = watched = HandshakeMonitor(made, key[0], self.wake)

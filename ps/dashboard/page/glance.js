@@ -102,6 +102,10 @@ function gpu(launches, replays, graphs, scratch) {
   return `GPU: ${graphs} graphs kept, ${replays} replayed; ${launches} kernels launched; scratch memory ${bytes(scratch)}`;
 }
 
+function taught(up, down, missed) {
+  return `teachers: up ${bytes(up)}, down ${bytes(down)}${missed ? `, ${missed} batches without soft targets` : ""}`;
+}
+
 function showMember(member, frame) {
   const cell = rowOf(member.path), { row } = cell;
   const step = member.step_seconds.reduce((a, b) => a + b, 0);
@@ -112,6 +116,8 @@ function showMember(member, frame) {
     member.skipped && `${member.skipped} steps skipped: gradient not finite`,
     member.way && `link: ${member.way}`,
     member.relayed && `met through a relay: ${bytes(member.relay_bytes)} of its peers`,
+    member.teacher && taught(member.teacher.bytes_up, member.teacher.bytes_down, member.teacher.missed),
+    member.teacher && `waited for teachers: ${brief(member.teacher.seconds)}`,
     member.gpu[0] && gpu(...member.gpu),
     member.dropped && `${member.dropped} messages dropped`].filter(Boolean).join("\n");
   put(cell.name, `${member.runs ? "cluster of rank" : "rank"} ${member.path.join(".")} `);

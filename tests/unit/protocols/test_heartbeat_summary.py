@@ -133,5 +133,13 @@ def test_what_is_read_of_a_link_is_what_came_since() -> None:
     assert meter.up.bytes == 500  # for the summary it is a counter
 
 
+def test_a_rows_figures_of_teachers_come_back_and_are_bounded() -> None:
+    figures: dict[str, Any] = {"teacher_bytes_up": 5, "teacher_bytes_down": 1 << 60, "teacher_seconds": float("nan")}
+    (row,) = unpacked(packed([SummaryRow((), "", "", replace(SOME, teacher_missed=3, **figures))]))
+    found = row.summary
+    assert (found.teacher_bytes_up, found.teacher_bytes_down) == (5, 1 << 53)
+    assert (found.teacher_missed, found.teacher_seconds) == (3, 0.0)
+
+
 def test_each_figure_has_a_column() -> None:
     assert [name for name, _ in COLUMNS] == ["path", "host", "runs", *(each.name for each in fields(Summary))]

@@ -317,6 +317,49 @@ def test_members_that_are_met_through_a_relay_are_named_with_its_bytes() -> None
     assert "relay" not in shown(history_of(summary(1.0, 0, 10)).frame())
 
 
+def test_what_workers_ask_of_teachers_and_get_is_shown() -> None:
+    """Of each life of a worker, and of one below a cluster; one without a teacher, and an older record, show nothing."""
+    first: dict[str, Any] = {"teacher_bytes_up": 200_000, "teacher_bytes_down": 11_000_000, "teacher_seconds": 2.0}
+    live = history_of(summary(1.0, 0, 10), summary(2.0, 1, 10, **first), summary(3.0, 1, 20, **first, teacher_missed=3))
+    live.take(summary(9.0, 1, 1, life_s=1.0, teacher_bytes_up=1_000, teacher_bytes_down=300_000, teacher_seconds=0.5))
+    below = summary(9.0, 2, 7, path=(4,), teacher_missed=2)["rows"]
+    live.take(summary(9.0, 2, 7) | {"rows": [summary(9.0, 2, 7)["rows"][0] | {"runs": "--sync bsp"}, *below]})
+    older = summary(9.5, 0, 12)
+    for row in older["rows"]:
+        for name in ("teacher_bytes_up", "teacher_bytes_down", "teacher_missed", "teacher_seconds"):
+            del row[name]
+    live.take(older)
+    frame = live.frame()
+    of = {tuple(each["path"]): each["teacher"] for each in frame["members"]}
+    assert of[1,] == {"bytes_up": 201_000, "bytes_down": 11_300_000, "missed": 3, "seconds": 2.5}
+    assert of[0,] is None and of[2,] is None and of[2, 4] is not None and of[2, 4]["missed"] == 2
+    assert (frame["teacher_bytes"], frame["teacher_missed"]) == ([201_000, 11_300_000], 5)
+    text = shown(frame, 240)
+    assert "teachers: up 0.20 MB, down 11.30 MB, 5 batches without" in text
+    assert "teachers of rank 1: up 0.20 MB, down 11.30 MB; 3 batches without soft targets; waited 2.5 s" in text
+    assert text.count("teachers of rank") == 2
+    scraped = prometheus.text(live, 0.0).decode()
+    for line in (
+        'bytes_total{direction="down",level="1",peer="1"} 1.13e+07',
+        'missed_batches_total{level="2",peer="2.4"} 2.0',
+        'wait_seconds_total{level="1",peer="1"} 2.5',
+    ):
+        assert f"narrows_teacher_{line}" in scraped
+    assert 'narrows_teacher_bytes_total{direction="up",level="1",peer="0"}' not in scraped
+    alone = history_of(summary(1.0, 0, 10))
+    assert "teacher" not in shown(alone.frame()) and "teacher" not in prometheus.text(alone, 0.0).decode()
+    assert "teacher" in (Path(web.__file__).parent / "page" / "glance.js").read_text()
+
+
+def test_a_wait_for_a_teacher_is_a_wait_in_a_record_of_ps_worker() -> None:
+    step = {"event": "step", "local_rank": 0, "push_bytes": 1, "pull_bytes": 1, "staleness": 0, "step_seconds": 1.0}
+    taught = {"teacher_seconds": 0.5, "teacher_bytes_up": 10, "teacher_bytes_down": 90, "teacher_missed": 1}
+    history = history_of(*(step | taught | {"seconds": at, "clock": at, "wait_seconds": 0.2} for at in (1, 2)))
+    (member,) = history.frame()["members"]
+    assert member["step_seconds"] == pytest.approx([0.3, 0.0, 0.7])
+    assert member["teacher"] == {"bytes_up": 20, "bytes_down": 180, "missed": 2, "seconds": 1.0}
+
+
 def test_a_rate_does_not_jump_where_a_heartbeat_sees_one_step_or_two() -> None:
     """A step of 0.6 s, and a heartbeat once a second: a summary counts one step more than the one before, or two."""
     history, seen = history_of(), []
@@ -383,7 +426,7 @@ def test_a_record_that_is_none_is_named(tmp_path: Path) -> None:
 def watch() -> Iterator[RunWatch]:
     watch = RunWatch()
     watch.open_sites("0", "127.0.0.1:0", False)
-    for event in (RUN, *beats(20, 0, 10), *beats(20, 1, 10)):
+    for event in (RUN, *beats(20, 0, 10), *beats(20, 1, 10), summary(20.0, 1, 200, teacher_bytes_up=7)):
         watch.history.take(event)
     yield watch
     watch.close()

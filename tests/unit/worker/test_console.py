@@ -76,6 +76,25 @@ def test_the_last_line_says_what_start_and_end_cost() -> None:
     assert line.endswith("up 12.20 MB, down 16.40 MB, of which start and end 12.00 and 16.00 (3.0 and 4.0 models)")
 
 
+def test_the_last_line_says_what_teachers_were_asked_and_gave() -> None:
+    """Of two workers, one of which was killed and started again: its first start has only what its steps said."""
+    recording = WorkerRecord("", print)
+    recording.settings = {"sync": "ssp"} | dict.fromkeys(("compress", "workers", "shards"), 1)
+    recording.settings |= {"local_steps": 1, "local_seconds": -1.0, "fragments": 1}
+    step = {"event": "step", "clock": 1, "push_bytes": 1, "pull_bytes": 1, "teacher_seconds": 0.5}
+    taught = {"teacher_bytes_up": 100_000, "teacher_bytes_down": 5_000_000, "teacher_missed": 1}
+    for worker in (0, 1, 0):
+        recording.take(worker, {"event": "model", "parameters": 10, "clock": 0})
+        recording.take(worker, step | taught)
+    line = recording.done([0, 0])
+    assert line.endswith("; teachers: up 0.3 MB, down 15.0 MB, 3 batches without"), "no worker has said its predictions"
+    ended = {"event": "teachers", "bytes_up": 100_000, "bytes_down": 5_700_000, "samples": 64, "cached": 0}
+    recording.take(0, ended | {"predictions": 100_000, "missed": 0, "seconds": 0.5})
+    line = recording.done([0, 0])
+    assert line.endswith("; teachers: up 0.3 MB, down 15.7 MB (157 bytes a prediction), 2 batches without")
+    assert "teachers" not in WorkerRecord("", print).done([0])
+
+
 def test_what_several_workers_say_is_said_once_and_again_later(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
