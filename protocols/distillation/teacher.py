@@ -15,7 +15,8 @@ Rules
   much as is free: so none takes the room of all others. A request beyond that is dropped; the next beat shows it, and the
   student sends it again.
 - A student that reads no answers gets no more of them. All answers that no beat has confirmed have at most
-  UNREAD_BYTES_MAX, and those of one student as much as is free, beside the answers of one call of the model.
+  UNREAD_BYTES_MAX, and those of one student as much as is free, beside the answers of one call of the model to each
+  student. So a student that reads is answered, whatever others leave unread.
 - A request that is open already, or of a student without a seat, is no second request.
 - Nothing of a student outlives its seat: a student that comes back sends its open requests again.
 """
@@ -198,8 +199,8 @@ class Teacher:
         return sum(len(seat.queue) for seat in self.seats.values() if self._reads(seat))
 
     def _reads(self, seat: StudentSeat) -> bool:
-        """True if a student has room for another answer."""
-        return seat.unread_bytes <= UNREAD_BYTES_MAX - self.unread_bytes
+        """True if a student has room for another answer: who has read all always has, whatever others leave unread."""
+        return not seat.unread or seat.unread_bytes <= UNREAD_BYTES_MAX - self.unread_bytes
 
     def next_requests(self, samples: int) -> list[QueuedRequest]:
         """Hand out the next requests, of one student after the other: requests with equal fields, coding and temperature.

@@ -183,6 +183,23 @@ def test_no_student_takes_all_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert t.dropped == 120 - sum(len(seat.open) for seat in t.seats.values())
 
 
+def test_answers_that_one_student_leaves_unread_do_not_stop_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of the model answers several requests: their answers may have more bytes than the bound."""
+    monkeypatch.setattr(teacher, "UNREAD_BYTES_MAX", 100_000)
+    t = teacher_of()
+    for student in (1, 2):
+        t.receive(b"%d" % student, hello(student), 0)
+    for number in range(4):
+        t.receive(b"1", request(number, student=1), 0)
+    for found in t.next_requests(4):
+        t.answered(found, 5, (), bytes(40_000))
+    assert t.unread_bytes > 100_000
+    t.receive(b"1", request(4, student=1), 0)
+    t.receive(b"2", request(0, student=2), 0)
+    (found,) = t.next_requests(4)
+    assert found.peer == b"2" and not t.waiting
+
+
 def test_a_student_that_reads_no_answers_gets_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher, "UNREAD_BYTES_MAX", 100_000)
     t = teacher_of()
